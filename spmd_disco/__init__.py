@@ -1,0 +1,50 @@
+"""spmd_disco: one controller drives many SPMD workers, on MPI."""
+
+from . import builtin as _builtin
+from ._version import __version__
+from .device import Device, cpu
+from .dref import DModule, DPackedFunc, DRef
+from .errors import (
+    DiscoError,
+    DiscoTimeout,
+    Failure,
+    PeerError,
+    SessionClosedError,
+    WorkerError,
+)
+from .factory import session
+from .mpi_session import MPISession
+from .protocol import DiscoAction
+from .registry import get_global_func, register_func
+from .sessions import Session
+from .transport.ccl import ReduceKind
+from .worker import WorkerInfo, get_worker
+
+register_global_func = register_func
+
+__all__ = [
+    "DModule",
+    "DPackedFunc",
+    "DRef",
+    "Device",
+    "DiscoAction",
+    "DiscoError",
+    "DiscoTimeout",
+    "Failure",
+    "MPISession",
+    "PeerError",
+    "ReduceKind",
+    "Session",
+    "SessionClosedError",
+    "WorkerError",
+    "WorkerInfo",
+    "__version__",
+    "cpu",
+    "get_global_func",
+    "get_worker",
+    "register_func",
+    "register_global_func",
+    "session",
+]
+
+del _builtin

@@ -1,0 +1,42 @@
+"""Settings from the environment: ``SPMD_DISCO_<NAME>``. A keyword argument beats them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["flag", "setting"]
+
+T = TypeVar("T")
+
+PREFIX = "SPMD_DISCO_"
+
+
+def setting(name: str, default: T, parse: Callable[[str], T]) -> T:
+    """Return the setting `name`, or `default` where it is unset or empty.
+
+    Raises
+    ------
+    ValueError
+        The text in the environment is not what `parse` takes.
+    """
+    text = os.environ.get(PREFIX + name, "").strip()
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as e:
+        raise ValueError(f"{PREFIX}{name}={text!r} in the environment: {e}") from None
+
+
+def flag(name: str, default: bool) -> bool:
+    """Return the setting `name` as a bool: 1/0, true/false, yes/no, on/off."""
+
+    def parse(text: str) -> bool:
+        value = {"1": True, "true": True, "yes": True, "on": True}.get(text.lower())
+        if value is None and text.lower() not in ("0", "false", "no", "off"):
+            raise ValueError("allowed are 1, true, yes, on and 0, false, no, off")
+        return bool(value)
+
+    return setting(name, default, parse)

@@ -1,0 +1,392 @@
+"""The controller's side of a session: one ordered stream of commands, replies, failures.
+
+Worker 0 runs its half of each command on the thread that publishes it, right after it has been
+handed to the channel. One lock covers both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiscoError, DiscoTimeout, Failure, SessionClosedError, WorkerError
+from .interrupt import ControllerInterrupts
+from .protocol import (
+    ALL,
+    HAS_BUFFERS,
+    DiscoAction,
+    Part,
+    Reply,
+    assemble,
+    decode_command,
+    decode_reply,
+    decode_reply_value,
+    decode_value,
+    encode_command,
+    encode_value,
+    reply_number,
+)
+from .worker import CODE_CACHE, Worker, current_worker
+
+if TYPE_CHECKING:
+    from .output import WorkerOutput
+    from .transport.channel import ControllerChannel
+    from .transport.wait import Waiter
+    from .transport.watch import Watcher
+
+__all__ = ["Controller"]
+
+#: When one worker reports a failure, the others are asked for theirs, and waited for so long.
+PATIENCE = 1.0
+
+#: Values that need no copy to be handed out: nobody can change them.
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Controller:
+    """Publish commands, run worker 0's half, and wait for what workers answer.
+
+    Parameters
+    ----------
+    channel : ControllerChannel
+    make_worker : callable
+        Makes worker 0, given the function that takes its replies.
+    waiter : Waiter
+    output : WorkerOutput
+        Labels what worker 0's functions print.
+    name : callable
+        Gives how error texts call the session.
+    """
+
+    def __init__(
+        self,
+        channel: ControllerChannel,
+        make_worker: Callable[[Callable[[Reply], None]], Worker],
+        waiter: Waiter,
+        output: WorkerOutput,
+        name: Callable[[], str],
+    ) -> None:
+        self.channel = channel
+        self.worker = make_worker(self._take_reply_of_worker_0)
+        self.num_workers = self.worker.info.num_workers
+        self.waiter = waiter
+        self.watcher: Watcher | None = None
+        self.interrupts = ControllerInterrupts()
+        #: Registers whose handles have died. Finalisers append to it, and do nothing else.
+        self.dead: deque[int] = deque()
+        self.registers = itertools.count(1)
+        self.lock = threading.RLock()
+        self.closed = False
+        #: Functions sent by value, as the workers remember them.
+        self.codes: OrderedDict[bytes, bytes] = OrderedDict()
+        self.worker.code_source = self.codes
+        self._output = output
+        self._name = name
+        self._polling = threading.Lock()
+        #: By worker and command number. Worker 0's are decoded already.
+        self._replies: dict[tuple[int, int], Reply | memoryview] = {}
+        #: Commands whose replies nobody waits for any more.
+        self._given_up: set[int] = set()
+        #: Failures that came with replies that nobody waited for any more.
+        self._unreported: list[Failure] = []
+        self._unreported_dropped = 0
+        waiter.add_hook(self._pump)
+
+    # Publishing -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse use of a closed session, of one of another process, and inside worker functions.
+
+        Raises
+        ------
+        SessionClosedError
+        DiscoError
+        """
+        if self.closed:
+            raise SessionClosedError(f"{self._name()} is shut down: open a new session")
+        if _forked:
+            raise DiscoError(
+                f"{self._name()} belongs to process {os.getppid()}, from which this one was forked: "
+                "use the session there"
+            )
+        if current_worker() is not None:
+            raise DiscoError(
+                "the session was used inside a worker function: commands come from the controller "
+                "alone; return a value, and let the program go on from there"
+            )
+
+    def submit(
+        self,
+        action: DiscoAction,
+        payload: Sequence[Part] = (),
+        *,
+        flags: int = 0,
+        target: int = ALL,
+        register: int = 0,
+        code: tuple[bytes, bytes] | None = None,
+    ) -> int:
+        """Publish one command and run worker 0's half of it. Return its number.
+
+        Parameters
+        ----------
+        code : tuple of bytes, optional
+            Digest and pickle of the function that the payload brings.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            Ctrl-C struck. If the command had been published by then, worker 0's half has failed,
+            and the others are told to cancel theirs.
+        """
+        self.check()
+        with self.lock:
+            kills = list(self.dead)
+            channel, worker = self.channel, self.worker
+            number = channel.published + 1
+            message = encode_command(
+                number, action, payload, flags=flags, target=target, register=register, kills=kills
+            )
+            channel.reserve(len(message))
+            self.interrupts.hit = False
+            try:
+                channel.publish(number, target, message)
+                # Registers are numbered once and for all, so one that is reported dead twice, since
+                # an interrupt came in here, does no harm.
+                for _ in kills:
+                    self.dead.popleft()
+                if code is not None:
+                    self._remember(*code)
+                if action == DiscoAction.CALL_PACKED:
+                    self._output.enter()
+                    try:
+                        error = worker.execute(self._own_copy(message, flags))
+                    finally:
+                        self._output.leave()
+                else:
+                    error = worker.execute(self._own_copy(message, flags))
+            except BaseException as e:
+                if channel.published == number and worker.finished != number:
+                    worker.abandon(decode_command(message), e)
+                    self._interrupt_workers()
+                raise
+            if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
+                self._interrupt_workers()
+                raise KeyboardInterrupt
+            return number
+
+    @staticmethod
+    def _own_copy(message: bytes, flags: int) -> Any:
+        """Decode the command for worker 0, whose arrays must be writable and nobody else's."""
+        if not flags & HAS_BUFFERS:
+            return decode_command(message)
+        return decode_command(memoryview(bytearray(message)))
+
+    def _remember(self, digest: bytes, code: bytes) -> None:
+        self.codes[digest] = code
+        self.codes.move_to_end(digest)
+        if len(self.codes) > CODE_CACHE:
+            self.codes.popitem(last=False)
+
+    def _interrupt_workers(self) -> None:
+        if self.watcher is not None:
+            self.watcher.interrupt()
+
+    # Waiting --------------------------------------------------------------------------------------
+
+    def _pump(self, idle: bool) -> None:
+        self.channel.pump()
+        # While another thread runs worker 0's half, the data plane is that thread's.
+        if self.lock.acquire(blocking=False):
+            try:
+                self.worker.ccl.pump(idle and current_worker() is None)
+            finally:
+                self.lock.release()
+
+    def _take_reply_of_worker_0(self, reply: Reply) -> None:
+        reply.value = copy_value(reply.value)
+        self._record(0, reply.number, reply)
+
+    def _record(self, worker: int, number: int, reply: Reply | memoryview) -> None:
+        if number in self._given_up:
+            self._keep_failures(decode_reply(reply) if isinstance(reply, memoryview) else reply)
+        else:
+            self._replies[worker, number] = reply
+
+    def _keep_failures(self, reply: Reply) -> None:
+        self._unreported += reply.failures
+        self._unreported_dropped += reply.dropped
+
+    def _poll(self) -> None:
+        """Record the replies that have come. Threads that wait at the same time take turns."""
+        if not self._polling.acquire(blocking=False):
+            return
+        try:
+            queue = self.channel.poll()
+            while queue:
+                worker, message = queue[0]
+                self._record(worker, reply_number(message), message)
+                queue.popleft()
+        finally:
+            self._polling.release()
+
+    def wait(self, number: int, workers: Sequence[int], timeout: float | None) -> dict[int, Reply]:
+        """Wait for the replies of `workers` to a command.
+
+        Raises
+        ------
+        DiscoTimeout
+            Some have not replied in time; it names them.
+        """
+
+        def missing() -> list[int]:
+            return [i for i in workers if (i, number) not in self._replies]
+
+        def complete() -> bool:
+            self._poll()
+            return not missing()
+
+        def what() -> str:
+            ids = missing()
+            shown = ", ".join(f"worker {i}" for i in ids[:8])
+            more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+            return f"{shown}{more} to reply to command {number}"
+
+        try:
+            self.waiter.until(complete, what, timeout=timeout, idle=True)
+        except BaseException as e:
+            self._given_up.add(number)
+            for i in workers:
+                reply = self._replies.pop((i, number), None)
+                if reply is not None:
+                    self._record(i, number, reply)
+            if isinstance(e, KeyboardInterrupt):
+                self._interrupt_workers()
+            raise
+        replies = {}
+        for i in workers:
+            reply = self._replies.pop((i, number))
+            replies[i] = decode_reply(reply) if isinstance(reply, memoryview) else reply
+        return replies
+
+    def ask(
+        self,
+        action: DiscoAction,
+        *,
+        target: int = ALL,
+        register: int = 0,
+        timeout: float | None = None,
+    ) -> dict[int, Any]:
+        """Publish a command that asks, wait for the answers, and raise what has failed.
+
+        Returns
+        -------
+        dict
+            The values by worker.
+
+        Raises
+        ------
+        WorkerError
+            Commands failed on the workers concerned.
+        DiscoTimeout
+            Some have not replied in time.
+        """
+        start = time.monotonic()
+        number = self.submit(action, target=target, register=register)
+        workers = range(self.num_workers) if target == ALL else (target,)
+        replies = self.wait(number, workers, timeout)
+        self._raise_failures(replies, timeout and timeout - (time.monotonic() - start))
+        return {i: self._value(i, reply) for i, reply in replies.items()}
+
+    @staticmethod
+    def _value(worker: int, reply: Reply) -> Any:
+        if worker == 0:
+            return reply.value
+        try:
+            return decode_reply_value(*reply.value)
+        except Exception as e:
+            raise DiscoError(
+                f"the value that worker {worker} sent cannot be unpickled here: "
+                f"{type(e).__name__}: {e}"
+            ) from e
+
+    # Failures -------------------------------------------------------------------------------------
+
+    def take_failures(self, replies: Iterable[Reply]) -> WorkerError | None:
+        """Return one error for all that has not been reported, and count it as reported."""
+        failures, dropped = self._unreported, self._unreported_dropped
+        self._unreported, self._unreported_dropped = [], 0
+        for reply in replies:
+            failures = failures + reply.failures
+            dropped += reply.dropped
+            if reply.failure is not None:
+                failures.append(reply.failure)
+        if not failures:
+            return None
+        # A failed register's own failure may be among those that its worker has not reported.
+        distinct = {(f.worker_id, f.command, f.type, f.message): f for f in failures}
+        error = WorkerError(list(distinct.values()), dropped)
+        error.__cause__ = _unpickle(error.failures[0])
+        return error
+
+    def _raise_failures(self, replies: dict[int, Reply], timeout: float | None) -> None:
+        known = list(replies.values())
+        failed = self._unreported or any(r.failure or r.failures for r in known)
+        if failed and len(replies) < self.num_workers:
+            # The cause may lie with a worker that was not asked, and its peers' failures are
+            # consequences that nobody should have to hear of one by one.
+            patience = PATIENCE if timeout is None else max(0.0, min(timeout, PATIENCE))
+            number = self.submit(DiscoAction.SYNC_WORKER)
+            try:
+                known += self.wait(number, range(self.num_workers), patience).values()
+            except DiscoTimeout:
+                pass  # what the others have to report, the next sync point will hear
+        error = self.take_failures(known)
+        if error is not None:
+            raise error
+
+    def add_failures(self, replies: Iterable[Reply]) -> None:
+        """Keep the failures of replies for the next sync point."""
+        for reply in replies:
+            self._keep_failures(reply)
+
+
+def copy_value(value: Any) -> Any:
+    """Return a copy of a value as another process would get it.
+
+    Raises
+    ------
+    Exception
+        Whatever pickling the value raises.
+    """
+    if type(value) in _IMMUTABLE:
+        return value
+    parts, flags = encode_value(value)
+    message = assemble(parts)
+    # Only what has out-of-band buffers needs memory of its own.
+    return decode_value(memoryview(bytearray(message)) if flags else memoryview(message))
+
+
+def _unpickle(failure: Failure) -> BaseException | None:
+    if failure.pickled is None:
+        return None
+    try:
+        cause = pickle.loads(failure.pickled)
+    except Exception:
+        return None  # its text is in the failure
+    return cause if isinstance(cause, BaseException) else None

@@ -1,0 +1,188 @@
+"""The controller's handles to registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from .sessions import Session
+
+__all__ = ["DModule", "DPackedFunc", "DRef"]
+
+
+class DRef:
+    """The controller's handle to a register, which has a value of its own on each worker.
+
+    The register lives as long as its handle. A handle may be dropped in any thread and at any time:
+    its finaliser only notes the register, and the next command carries the note.
+
+    Attributes
+    ----------
+    reg_id : int
+        The number of the register, the same on all workers.
+    session : Session
+        The session that it belongs to.
+    """
+
+    __slots__ = ("__weakref__", "_command", "_dead", "reg_id", "session")
+
+    def __init__(self, reg_id: int, session: Session, command: int) -> None:
+        self.reg_id = reg_id
+        self.session = session
+        #: The command that sets the register.
+        self._command = command
+        self._dead: Any = session._dead
+
+    def __del__(self) -> None:
+        dead = getattr(self, "_dead", None)
+        if dead is not None:
+            dead.append(self.reg_id)
+
+    def get(self, worker: int = 0, timeout: float | None = None) -> Any:
+        """Return a copy of the register's value on one worker. A sync point.
+
+        Parameters
+        ----------
+        worker : int
+            The worker's id.
+        timeout : float, optional
+            Seconds to wait; the default is the session's limit.
+
+        Raises
+        ------
+        WorkerError
+            The command that sets the register failed there, or an earlier one did and that has not
+            been reported yet, or the value cannot be pickled.
+        DiscoTimeout
+            The worker has not come so far in time; the session goes on.
+        """
+        return self.session._get(self, worker, timeout)
+
+    def get_all(self, timeout: float | None = None) -> list[Any]:
+        """Return copies of the register's values on all workers, by worker id. See `get`."""
+        return self.session._get_all(self, timeout)
+
+    def ready(self) -> bool:
+        """Whether all workers are known to have left the command that sets the register.
+
+        Never waits. It may be a few milliseconds late, and says nothing about success.
+        """
+        return self.session._is_ready(self._command)
+
+    def view(self) -> Any:
+        """Return worker 0's own object, not a copy: the explicit way to share it.
+
+        Raises
+        ------
+        WorkerError
+            The command that sets the register failed on worker 0.
+        """
+        return self.session._view(self)
+
+    def debug_get_from_remote(self, worker_id: int) -> Any:
+        """Return a copy of the value on a worker, as TVM's method of this name does. See `get`."""
+        return self.session._get(self, worker_id, None)
+
+    def debug_copy_from(self, worker_id: int, value: Any) -> None:
+        """Copy `value` into the array that the register holds on a worker, as TVM's method does.
+
+        Parameters
+        ----------
+        worker_id : int
+        value : array_like or object
+            Of the array's element count and dtype, in any shape. Where the register holds no array,
+            `value` itself becomes its value there.
+        """
+        self.session._set(self, worker_id, value, copy_into=True)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: register {self.reg_id} of {self.session!r}>"
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"a DRef {what}: its values are on the workers; fetch one with .get(worker), all with "
+            ".get_all(), or pass the DRef to sess.call()"
+        )
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("cannot be iterated over")
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("has no truth value")
+
+    def __len__(self) -> NoReturn:
+        self._refuse("has no length")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("is not an array")
+
+    def __int__(self) -> NoReturn:
+        self._refuse("is not a number")
+
+    def __float__(self) -> NoReturn:
+        self._refuse("is not a number")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled or captured by a function: pass it as an argument of "
+            "sess.call(), by itself or in tuples, lists and dicts"
+        )
+
+    def __copy__(self) -> DRef:
+        return self
+
+    def __deepcopy__(self, memo: object) -> DRef:
+        return self
+
+
+class _Shared(DRef):
+    """A second handle to the register of another, which it keeps alive."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, dref: DRef, session: Session) -> None:
+        if not isinstance(dref, DRef):
+            raise TypeError(f"{type(self).__name__} is made from a DRef, not from {dref!r}")
+        self._owner = dref
+        self._dead = None
+        self.reg_id = dref.reg_id
+        self.session = session
+        self._command = dref._command
+
+
+class DPackedFunc(_Shared):
+    """A function on the workers.
+
+    Parameters
+    ----------
+    dref : DRef
+        A register that holds a callable.
+    session : Session
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> DRef:
+        """Call the function on all workers, see `Session.call_packed`."""
+        return self.session.call_packed(self, *args)
+
+
+class DModule(_Shared):
+    """A module on the workers: a TVM module, a Python module, or anything with functions by name.
+
+    Parameters
+    ----------
+    dref : DRef
+        A register that holds one.
+    session : Session
+    """
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> DPackedFunc:
+        """Return the module's function `name`."""
+        get = self.session._cached_func("runtime.disco._module_get_function")
+        return DPackedFunc(get(self, name), self.session)
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("cannot be iterated over")

@@ -1,0 +1,141 @@
+"""The errors of a session, and the record of a failure that travels to the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = [
+    "DiscoError",
+    "DiscoTimeout",
+    "Failure",
+    "InheritedFailure",
+    "PeerError",
+    "SessionClosedError",
+    "WorkerError",
+]
+
+#: Tracebacks shown in full in the text of one `WorkerError`.
+MAX_TRACEBACKS = 4
+#: Worker ids shown for one failure that several workers share.
+MAX_IDS = 16
+
+
+class DiscoError(RuntimeError):
+    """Base of everything that goes wrong in a session, as opposed to a wrong argument."""
+
+
+class SessionClosedError(DiscoError):
+    """The session has been shut down."""
+
+
+class DiscoTimeout(DiscoError, TimeoutError):
+    """A wait took longer than its time limit; the session can still be used."""
+
+
+class PeerError(DiscoError):
+    """A worker waited for a peer that failed, or that left the command without taking part."""
+
+
+class InheritedFailure(DiscoError):
+    """A command was not run because it takes a register whose own command failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One command that failed on one worker.
+
+    Parameters
+    ----------
+    worker_id : int
+        The worker.
+    host : str
+        The name of the worker's host.
+    function : str
+        What the command called.
+    command : int
+        The number of the command in the session's stream.
+    type : str
+        The exception's type, with its module unless that is ``builtins``.
+    message : str
+        The exception's text, cut when very long.
+    traceback : str
+        The formatted traceback, cut when very long.
+    consequence : bool
+        True for a failure that only follows from another one (`PeerError`, `InheritedFailure`).
+    pickled : bytes or None
+        The exception itself, where it can be pickled and is not large.
+    """
+
+    worker_id: int
+    host: str
+    function: str
+    command: int
+    type: str
+    message: str
+    traceback: str = field(repr=False)
+    consequence: bool = False
+    pickled: bytes | None = field(default=None, repr=False, compare=False)
+
+
+def _ids(workers: Sequence[int]) -> str:
+    shown = ", ".join(f"worker {i}" for i in workers[:MAX_IDS])
+    rest = len(workers) - MAX_IDS
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+class WorkerError(DiscoError):
+    """One or more commands failed on one or more workers.
+
+    Raised on the controller at a sync point, once for each failure. The original exception of the
+    first failure is ``__cause__`` where it can be unpickled.
+
+    Parameters
+    ----------
+    failures : sequence of Failure
+        All of them, the first cause first.
+    dropped : int
+        How many more failed than `failures` holds.
+
+    Attributes
+    ----------
+    failures : tuple of Failure
+    worker_id : int
+        The worker of the first failure.
+    """
+
+    def __init__(self, failures: Sequence[Failure], dropped: int = 0) -> None:
+        self.failures = tuple(sorted(failures, key=lambda f: (f.consequence, f.command)))
+        self.dropped = dropped
+        self.worker_id = self.failures[0].worker_id
+        super().__init__(_describe(self.failures, dropped))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.failures, self.dropped)
+
+
+def _describe(failures: Sequence[Failure], dropped: int) -> str:
+    """Say each distinct failure once, with the workers that it happened on."""
+    causes = [f for f in failures if not f.consequence]
+    consequences = [f for f in failures if f.consequence]
+    groups: dict[tuple[int, str, str, str], list[Failure]] = {}
+    for f in causes or consequences:
+        groups.setdefault((f.command, f.function, f.type, f.message), []).append(f)
+    parts: list[str] = []
+    for n, ((command, function, kind, message), same) in enumerate(groups.items()):
+        ids = list(dict.fromkeys(f.worker_id for f in same))
+        hosts = list(dict.fromkeys(f.host for f in same))
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+        # One line of the message here; the traceback ends with all of it.
+        first_line = message.split("\n", 1)[0][:500]
+        text = f"{_ids(ids)} ({where}) in {function}, command {command}: {kind}: {first_line}"
+        if n < MAX_TRACEBACKS and same[0].traceback and not same[0].consequence:
+            text += "\n" + same[0].traceback.rstrip("\n")
+        parts.append(text)
+    if causes and consequences:
+        ids = list(dict.fromkeys(f.worker_id for f in consequences))
+        times = "" if len(consequences) == len(ids) else f" ({len(consequences)} commands)"
+        parts.append(f"as a consequence: {_ids(ids)}{times}")
+    if dropped:
+        parts.append(f"and {dropped} more failures that were not kept")
+    return "\n".join(parts)

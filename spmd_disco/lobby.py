@@ -1,0 +1,154 @@
+"""Where the other ranks wait under ``python -m spmd_disco``, between the program's sessions."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiscoError
+from .transport.wait import Waiter
+
+if TYPE_CHECKING:
+    # Imported where it is used: `current` is asked before MPI is initialised, too.
+    from mpi4py import MPI
+
+__all__ = ["Lobby", "current", "install"]
+
+_TAG = 1
+
+_current: Lobby | None = None
+
+
+def current() -> Lobby | None:
+    """Return the lobby of this process, or None where ``python -m spmd_disco`` did not start it."""
+    return _current
+
+
+def install(lobby: Lobby) -> None:
+    """Make `lobby` the one that `current` returns."""
+    global _current
+    _current = lobby
+
+
+class Lobby:
+    """Tells the other ranks when the program opens a session, and when to go home. Collective.
+
+    Parameters
+    ----------
+    world : mpi4py.MPI.Comm
+        All ranks of the job. A duplicate is used, so that the program's own messages cannot be
+        mistaken for the lobby's.
+
+    Attributes
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The duplicate.
+    is_controller : bool
+        True on rank 0, which runs the program.
+    """
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.comm = world.Dup()
+        # mpi4py's first pickled collective on a communicator may deadlock once there are threads.
+        self.comm.allreduce(0)
+        self.is_controller = self.comm.rank == 0
+        self._pid = os.getpid()
+        self._requests: list[MPI.Request] = []
+        self._waiter = Waiter()
+        self._closed = False
+        self._keyval = MPI.KEYVAL_INVALID
+        if self.is_controller:
+            # MPI_Finalize begins by deleting the attributes of COMM_SELF, with MPI still working:
+            # a program that finalizes MPI itself sends the other ranks home by that.
+            self._keyval = MPI.Comm.Create_keyval(delete_fn=self._on_finalize)
+            MPI.COMM_SELF.Set_attr(self._keyval, None)
+
+    def open(self, **options: Any) -> None:
+        """Have all other ranks construct ``MPISession(None, **options)`` and serve it.
+
+        Only for rank 0. It reaches all ranks or none: an interrupt cannot come in between.
+
+        Raises
+        ------
+        DiscoError
+            The other ranks have been sent home.
+        TypeError, pickle.PicklingError
+            An option cannot be pickled; nothing has been sent then.
+        """
+        if self._closed:
+            raise DiscoError("the other ranks have been sent home: no session can be opened now")
+        self._send(pickle.dumps(([str(arg) for arg in sys.argv], list(sys.path), options)))
+
+    def close(self) -> None:
+        """Send the other ranks home. Only for rank 0; harmless when it has been done."""
+        if self._closed or not self.is_controller or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._send(pickle.dumps(None))
+        self._complete()
+        if self._keyval != self._mpi.KEYVAL_INVALID:
+            # Nothing must call back into Python when MPI ends together with the interpreter.
+            keyval, self._keyval = self._keyval, self._mpi.KEYVAL_INVALID
+            self._mpi.COMM_SELF.Delete_attr(keyval)
+            self._mpi.Comm.Free_keyval(keyval)
+
+    def _on_finalize(self, comm: MPI.Comm, keyval: int, value: object) -> None:
+        if self._closed:
+            return
+        self._keyval = self._mpi.KEYVAL_INVALID
+        self.close()
+
+    def _send(self, message: bytes) -> None:
+        self._complete()
+        others = range(1, self.comm.size)
+        # One call of C code for all the sends: a signal's handler runs before or after it.
+        sends = map(self.comm.Isend, repeat(message), others, repeat(_TAG))
+        self._requests.extend(sends)
+
+    def _complete(self) -> None:
+        if self._requests:
+            self._waiter.until(
+                partial(self._mpi.Request.Testall, self._requests),
+                lambda: "the other ranks to hear of a session",
+                limited=False,
+            )
+            self._requests.clear()
+
+    def serve(self) -> None:
+        """Serve the program's sessions until it sends this rank home. For all ranks but 0."""
+        from .mpi_session import MPISession
+
+        while True:
+            message = self._receive()
+            if message is None:
+                return
+            argv, path, options = message
+            # The program may have changed both: worker functions find what it has set up.
+            sys.argv[:] = argv
+            sys.path[:] = path
+            try:
+                session = MPISession(None, **options)
+            except (DiscoError, ValueError):
+                # All ranks have agreed on it, and the controller's program gets it.
+                continue
+            session.serve()
+
+    def _receive(self) -> Any:
+        """Wait for a message from rank 0, without MPI's own waits: those would burn a core."""
+        status = self._mpi.Status()
+        self._waiter.until(
+            partial(self.comm.Iprobe, 0, _TAG, status),
+            lambda: "a session",
+            idle=True,
+            limited=False,
+        )
+        message = bytearray(status.Get_count(self._mpi.BYTE))
+        self.comm.Recv([message, self._mpi.BYTE], source=0, tag=_TAG)
+        return pickle.loads(message)

@@ -1,0 +1,496 @@
+"""The session over the ranks of an MPI communicator."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from . import lobby
+from ._version import __version__
+from .config import setting
+from .controller import Controller
+from .device import cpu
+from .errors import DiscoError, WorkerError
+from .interrupt import WorkerInterrupts
+from .output import WorkerOutput
+from .protocol import DiscoAction, Reply, decode_command, encode_reply
+from .sessions import Session
+from .transport.wait import Waiter
+from .worker import Worker, WorkerInfo, current_worker
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MPISession", "close_open_session"]
+
+#: The rank of a session that is open in this process: there is one at a time.
+_open: _Rank | None = None
+#: What failed in sessions that were dropped and closed without anybody to tell.
+_unobserved: list[WorkerError] = []
+
+
+class MPISession(Session):
+    """A session over all ranks of a communicator; rank i is worker i, rank 0 the controller.
+
+    Collective over `comm`. On rank 0 it is the controller's `Session`. On any other rank, entering
+    the ``with`` block, or `serve`, runs the worker until the controller shuts down, and the ``as``
+    target is None, as with ``mpi4py.futures.MPICommExecutor``::
+
+        with MPISession(comm) as sess:
+            if sess is not None:
+                ...
+
+    Under ``python -m spmd_disco`` the other ranks serve already, and rank 0 alone comes by here.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        Default: COMM_WORLD. It is duplicated, and not touched again.
+    num_groups : int, optional
+        Into how many equal blocks of consecutive ids the workers are split. Default: the setting
+        ``SPMD_DISCO_NUM_GROUPS``, else 1.
+    timeout : float, optional
+        The limit of a single wait, in seconds. Default: ``SPMD_DISCO_TIMEOUT``, else none.
+
+    Raises
+    ------
+    ValueError
+        The number of workers is not divisible by `num_groups`, or the ranks disagree; on all ranks.
+    DiscoError
+        A session is open on this rank, or MPI has been finalized.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        num_groups: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
+        timeout = setting("TIMEOUT", None, float) if timeout is None else timeout
+        if current_worker() is not None:
+            raise DiscoError("a session cannot be opened inside a worker function")
+        close_dropped_session()
+        if _open is not None:
+            raise DiscoError(
+                f"{_open.describe()} is open on these ranks: shut it down before you open another"
+            )
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            raise DiscoError("MPI has been finalized: no session can be opened any more")
+        comm = _communicator(comm)
+        _check(comm.size, num_groups, timeout)
+        place = lobby.current()
+        if place is not None and place.is_controller and comm.size > 1:
+            place.open(num_groups=num_groups, timeout=timeout)
+        self._rank = _Rank(comm, num_groups, timeout)
+        self._rank.open(self)
+
+    @property
+    def _controller(self) -> Controller:  # type: ignore[override]
+        if self._rank.controller is None:
+            raise DiscoError(
+                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the controller "
+                "on rank 0 drives: call serve() here, or use «with» and «if sess is not None:»"
+            )
+        return self._rank.controller
+
+    def serve(self) -> None:
+        """Run the worker of this rank until the controller shuts down. Not for rank 0.
+
+        Raises
+        ------
+        DiscoError
+            On rank 0.
+        """
+        if self._rank.controller is not None:
+            raise DiscoError(f"this is the controller of {self!r}: the other ranks serve it")
+        self._rank.serve()
+
+    def shutdown(self, timeout: float | None = None) -> None:  # noqa: D102 - as the base says
+        self._rank.shutdown(timeout)
+
+    def __enter__(self) -> MPISession | None:
+        if self._rank.controller is None:
+            self._rank.serve()
+            return None
+        self._rank.controller.check()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        rank = self._rank
+        if rank.controller is None or rank.controller.closed:
+            return
+        if error is None:
+            rank.shutdown(None)
+            return
+        if isinstance(error, KeyboardInterrupt):
+            rank.interrupt()
+        try:
+            rank.shutdown(None)
+        except WorkerError as e:
+            # The block's own error goes on; this one must not be lost beside it.
+            print(f"spmd_disco: also, when {self!r} ended: {e}", file=sys.stderr)
+
+    def __repr__(self) -> str:
+        return f"<{self._rank.describe()}>"
+
+
+def _communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Return the communicator to open a session on."""
+    from mpi4py import MPI
+
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"a session opens on an intracommunicator of mpi4py, not on {comm!r}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("a session opens on a communicator, not on COMM_NULL")
+    alike = MPI.Comm.Compare(comm, MPI.COMM_WORLD) in (MPI.IDENT, MPI.CONGRUENT)
+    if lobby.current() is not None and comm.size > 1 and not alike:
+        raise DiscoError(
+            "under «python -m spmd_disco» a session opens on COMM_WORLD, since the other ranks "
+            "serve it; start the program with «mpirun python app.py» to open sessions on others"
+        )
+    return comm
+
+
+def _check(size: int, num_groups: int, timeout: float | None) -> None:
+    if not isinstance(num_groups, int) or isinstance(num_groups, bool):
+        raise TypeError(f"num_groups is an int, not {num_groups!r}")
+    if num_groups < 1 or size % num_groups:
+        raise ValueError(
+            f"{size} workers cannot be split into {num_groups} equal groups: num_groups must "
+            f"divide {size}"
+        )
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
+
+
+class _Rank:
+    """What a session has on one rank; it outlives the handle, which a program may just drop.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    num_groups : int
+    timeout : float or None
+    """
+
+    def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
+        self._waiter = Waiter(timeout)
+        self._comms: list[MPI.Intracomm] = []
+        self._control = self._duplicate(comm)
+        self._agree(num_groups, timeout)
+        data, user = self._duplicate(comm), self._duplicate(comm)
+        group, user_group = data, user
+        if num_groups > 1:
+            color = comm.rank // (comm.size // num_groups)
+            group, user_group = self._split(data, color), self._split(user, color)
+        from .transport.mpi_ccl import MPICCL
+
+        self._ccl = MPICCL(data, group, self._waiter, num_groups=num_groups)
+        self._info = WorkerInfo(
+            worker_id=comm.rank,
+            num_workers=comm.size,
+            num_groups=num_groups,
+            device=cpu(),
+            comm=user,
+            group_comm=user_group,
+        )
+        self._output = WorkerOutput(comm.rank)
+        self.handle: weakref.ref[MPISession] | None = None
+        self.controller: Controller | None = None
+        self.served = False
+        if comm.rank == 0:
+            self._be_controller()
+        else:
+            self._be_worker()
+        self._watch()
+
+    # Opening --------------------------------------------------------------------------------------
+
+    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        # Not Dup(), which would wait in MPI for ranks that come late, or never.
+        new, request = comm.Idup()
+        self._waiter.until(request.Test, lambda: "all ranks to open the session", limited=False)
+        return self._first_use(new)
+
+    def _split(self, comm: MPI.Intracomm, color: int) -> MPI.Intracomm:
+        return self._first_use(comm.Split(color, comm.rank))
+
+    def _first_use(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        self._comms.append(comm)
+        # mpi4py's first pickled collective on a communicator duplicates it while it holds the GIL,
+        # and may deadlock once there are threads (mpi4py issue 784).
+        comm.bcast(None)
+        return comm
+
+    def _agree(self, num_groups: int, timeout: float | None) -> None:
+        mine = (num_groups, timeout, __version__)
+        given = self._control.allgather(mine)
+        if any(other != given[0] for other in given):
+            self._free()
+            ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))
+            raise ValueError(
+                f"all ranks must open a session alike; num_groups, timeout and version are: {ranks}"
+            )
+
+    def _be_controller(self) -> None:
+        from .transport.mpi_channel import MPIControllerChannel
+
+        self._waiter._hooks[:] = [h for h in self._waiter._hooks if h != self._ccl.pump]
+        channel = MPIControllerChannel(self._control, self._waiter)
+        self.controller = Controller(
+            channel, self._make_worker, self._waiter, self._output, self.describe
+        )
+        self.worker = self.controller.worker
+        self._busy: Callable[[], bool] = channel.busy
+        self.controller.interrupts.install()
+
+    def _be_worker(self) -> None:
+        from .transport.mpi_channel import MPIWorkerChannel
+
+        self._channel = MPIWorkerChannel(self._control, self._waiter)
+        self._waiter.add_hook(self._ccl.pump)
+        self.worker = self._make_worker(lambda reply: self._channel.reply(encode_reply(reply)))
+        self._busy = lambda: False
+
+    def _make_worker(self, reply: Callable[[Reply], None]) -> Worker:
+        # On worker 0 the output's own leave() ends a command.
+        after = self._output.end_command if self._info.worker_id else None
+        return Worker(self._info, self._ccl, reply, after)
+
+    def _watch(self) -> None:
+        from .transport.watch import Watcher
+
+        self._watcher = None
+        if self._info.num_workers > 1 and Watcher.available():
+            self._watcher = Watcher(self._control, self.worker, self._busy)
+            self._watcher.start()
+        if self.controller is not None:
+            self.controller.watcher = self._watcher
+
+    def open(self, handle: MPISession) -> None:
+        """Become this process's open session."""
+        global _open
+        _open = self
+        self.handle = weakref.ref(handle)
+        _hook_finalize()
+
+    def describe(self) -> str:
+        """Return how texts call the session."""
+        info = self._info
+        groups = f" in {info.num_groups} groups" if info.num_groups > 1 else ""
+        closed = " (shut down)" if self.controller is not None and self.controller.closed else ""
+        return f"MPISession: {info.num_workers} workers{groups}{closed}"
+
+    # Serving --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Work off commands until the one that shuts down."""
+        if self.served:
+            return
+        self.served = True
+        worker, channel, ccl = self.worker, self._channel, self._ccl
+        interrupts = WorkerInterrupts(
+            lambda: worker.running and worker.number <= worker.interrupted_through
+        )
+        level = logging.getLogger().level
+        interrupts.install()
+        self._output.enter()
+        try:
+            while not worker.closed:
+                message = channel.receive()
+                command = decode_command(message)
+                worker.execute(command)
+                channel.done(command.number, len(message))
+                if ccl.outstanding:
+                    ccl.pump(False)
+        finally:
+            self._output.leave()
+            interrupts.remove()
+            logging.getLogger().setLevel(level)
+        channel.close()
+        self._end()
+
+    # Closing --------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Cancel what the other workers have been told to do so far."""
+        if self._watcher is not None:
+            self._watcher.interrupt()
+
+    def shutdown(self, timeout: float | None) -> None:
+        """On the controller: work everything off, then close on all ranks."""
+        controller = self.controller
+        if controller is None:
+            raise DiscoError("the controller, on rank 0, shuts a session down")
+        if controller.closed:
+            return
+        controller.check()
+        everyone = range(self._info.num_workers)
+        # A time-out or an interrupt strikes in here, while the session is whole.
+        number = controller.submit(DiscoAction.SYNC_WORKER)
+        replies = list(controller.wait(number, everyone, timeout).values())
+        controller.add_failures(replies)
+        with controller.lock, controller.interrupts.deferred():
+            # From here on it is a matter of microseconds, as all workers have nothing else to do.
+            number = controller.submit(DiscoAction.SHUT_DOWN)
+            replies = list(controller.wait(number, everyone, None).values())
+            controller.closed = True
+            controller.channel.close()
+            self._end()
+        controller.interrupts.remove()
+        error = controller.take_failures(replies)
+        if error is not None:
+            raise error
+
+    def _end(self) -> None:
+        global _open
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._free()
+        if _open is self:
+            _open = None
+
+    def _free(self) -> None:
+        for comm in reversed(self._comms):
+            comm.Free()
+        self._comms.clear()
+
+
+def close_dropped_session() -> None:
+    """Shut down the open session if the program has dropped its handle."""
+    rank = _open
+    if rank is None or rank.handle is None or rank.handle() is not None:
+        return
+    if rank.controller is None:
+        rank.serve()
+        return
+    try:
+        rank.shutdown(None)
+    except WorkerError as e:
+        _unobserved.append(e)
+
+
+def close_open_session(
+    *, interrupt: bool = False, patience: float | None = None
+) -> WorkerError | None:
+    """Shut down whatever session is open in this process, at the end of the program.
+
+    Parameters
+    ----------
+    interrupt : bool
+        Whether to cancel what the workers are doing.
+    patience : float, optional
+        Seconds to wait for the workers; None waits as long as it takes.
+
+    Returns
+    -------
+    WorkerError or None
+        The failures that nobody has observed.
+
+    Raises
+    ------
+    DiscoTimeout
+        Not all workers came in time; the session is still open.
+    """
+    rank = _open
+    if rank is not None:
+        if rank.controller is None:
+            rank.serve()
+        else:
+            if interrupt:
+                rank.interrupt()
+            try:
+                rank.shutdown(patience)
+            except WorkerError as e:
+                _unobserved.append(e)
+    if not _unobserved:
+        return None
+    errors = list(_unobserved)
+    _unobserved.clear()
+    if len(errors) == 1:
+        return errors[0]
+    return WorkerError(
+        [failure for error in errors for failure in error.failures],
+        sum(error.dropped for error in errors),
+    )
+
+
+# The end of the process ---------------------------------------------------------------------------
+
+_keyval: int | None = None
+_owner = 0
+
+
+def _hook_finalize() -> None:
+    """See to it that an open session ends before MPI does, whoever finalizes it."""
+    global _keyval, _owner
+    if _keyval is not None:
+        return
+    from mpi4py import MPI
+
+    _owner = os.getpid()
+    _keyval = MPI.Comm.Create_keyval(delete_fn=_at_finalize)
+    # The attributes of COMM_SELF are the first that MPI_Finalize deletes.
+    MPI.COMM_SELF.Set_attr(_keyval, True)
+    atexit.register(_at_exit)
+
+
+def _at_finalize(comm: MPI.Comm, keyval: int, value: object) -> None:
+    global _keyval
+    if _keyval is not None:
+        _keyval = None
+        _close_finally()
+
+
+def _at_exit() -> None:
+    # The call-back does not work in an interpreter that is coming to its end.
+    global _keyval
+    if os.getpid() != _owner:
+        return
+    if _keyval is not None:
+        from mpi4py import MPI
+
+        keyval, _keyval = _keyval, None
+        MPI.COMM_SELF.Delete_attr(keyval)
+        MPI.Comm.Free_keyval(keyval)
+    _close_finally()
+
+
+def _close_finally() -> None:
+    error = close_open_session()
+    if error is None:
+        return
+    if lobby.current() is not None:
+        _unobserved.append(error)  # the launcher reports, and sees to the exit status
+        return
+    print(f"spmd_disco: failures that nobody has observed: {error}", file=sys.stderr)
+    sys.stderr.flush()
+    _exit_with_failure()
+
+
+def _exit_with_failure() -> None:
+    """End the process with status 1, which an exit handler can do in no other way."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+    os._exit(1)
+

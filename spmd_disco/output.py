@@ -1,0 +1,311 @@
+"""What worker functions print: whole lines, each labelled with its worker.
+
+Covered is what goes through ``sys.stdout`` and ``sys.stderr`` of Python. Output of subprocesses and
+of C code goes straight to the file descriptors, unlabelled; so does what a worker function on the
+controller prints from threads that it has started itself.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from threading import RLock, get_ident
+from typing import Any, TextIO
+
+from .config import flag
+
+__all__ = ["WorkerOutput"]
+
+logger = logging.getLogger("spmd_disco")
+
+#: A write of at most so many bytes to a pipe is atomic (POSIX's PIPE_BUF on Linux), and both MPI
+#: launchers pass it on in one piece.
+LARGEST_WRITE = 4096
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
+_lock = RLock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked child, where the thread that holds it may not exist."""
+    global _lock
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut `text`, which ends with a line end, into pieces that one write passes on whole.
+
+    A single line that is longer than that stays in one piece: it cannot be kept whole anyway.
+    """
+    if len(text) <= LARGEST_WRITE // 4 or (text.isascii() and len(text) <= LARGEST_WRITE):
+        yield text
+        return
+    piece: list[str] = []
+    size = 0
+    for line in _LINE.findall(text):
+        length = len(line) if line.isascii() else len(line.encode("utf-8", "surrogatepass"))
+        if piece and size + length > LARGEST_WRITE:
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += length
+    yield "".join(piece)
+
+
+class _Bytes(io.BufferedIOBase):
+    """The ``buffer`` of a `_Stream`: bytes written to it take part in the lines."""
+
+    def __init__(self, text: _Stream) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, data: Any, /) -> int:
+        data = bytes(data)
+        self._text.write(self._decoder.decode(data))
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self._text.flush()
+
+    def fileno(self) -> int:
+        return self._text.fileno()
+
+    def isatty(self) -> bool:
+        return self._text.isatty()
+
+    def close(self) -> None:
+        """Do nothing: the stream outlives any one function."""
+
+
+class _Stream(io.TextIOBase):
+    """A text stream that passes on whole lines to `target`, with a prefix.
+
+    Parameters
+    ----------
+    owner : WorkerOutput
+    prefix : str
+        Put before each line; may be empty.
+    """
+
+    def __init__(self, owner: WorkerOutput, prefix: str) -> None:
+        self._owner = owner
+        self._prefix = prefix
+        self._held: list[str] = []
+        self._after_return = False
+        self._bytes = _Bytes(self)
+        self.target: TextIO | None = None
+
+    def write(self, text: str, /) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if not self._owner._mine():
+            return 0 if self.target is None else self.target.write(text)
+        with _lock:
+            if "\n" in text or "\r" in text:
+                self._lines(text)
+            elif text:
+                self._hold(text)
+        return len(text)
+
+    def _hold(self, text: str) -> None:
+        self._held.append(text)
+        self._owner._pending = True
+
+    def _lines(self, text: str) -> None:
+        text = "".join(self._held) + text
+        self._held.clear()
+        if "\r" not in text:
+            whole, end, rest = text.rpartition("\n")
+            if self._after_return and text[0] == "\n":
+                # The second half of a "\r\n" that came in two writes: the line is out already.
+                whole, end = (whole[1:], end) if whole else ("", "")
+                self._pass_on("\n")
+            if end:
+                self._pass_on(self._prefix + whole.replace("\n", "\n" + self._prefix) + end)
+            self._after_return = False
+        else:
+            out: list[str] = []
+            done = 0
+            for match in _LINE.finditer(text):
+                line = match.group()
+                done = match.end()
+                # A bare "\r" moves the cursor and is no line; so is the rest of a split "\r\n".
+                bare = line == "\r" or (line == "\n" and self._after_return)
+                out.append(line if bare else self._prefix + line)
+                self._after_return = line[-1] == "\r"
+            self._pass_on("".join(out))
+            rest = text[done:]
+        if rest:
+            self._after_return = False
+            self._hold(rest)
+
+    def _pass_on(self, text: str) -> None:
+        target = self.target
+        if target is None:
+            return
+        # What the controller has written itself must not push a piece over the buffer's end.
+        target.flush()
+        for piece in _pieces(text):
+            target.write(piece)
+            target.flush()
+
+    def end(self) -> None:
+        """Pass on a held partial line, with a line end added."""
+        with _lock:
+            if self._held:
+                text = "".join(self._held)
+                self._held.clear()
+                self._after_return = False
+                self._pass_on(self._prefix + text + "\n")
+
+    def flush(self) -> None:
+        # A partial line stays held: another worker might go on in the middle of it.
+        if self.target is not None:
+            self.target.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        if self.target is None:
+            raise io.UnsupportedOperation("fileno")
+        return self.target.fileno()
+
+    def isatty(self) -> bool:
+        return self.target is not None and self.target.isatty()
+
+    def close(self) -> None:
+        """Do nothing: the stream outlives any one function."""
+
+    def reconfigure(self, **options: Any) -> None:
+        """Reconfigure the stream behind this one (its encoding, say)."""
+        reconfigure = getattr(self.target, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(**options)
+
+    @property
+    def buffer(self) -> _Bytes:
+        return self._bytes
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.target, "encoding", None) or "utf-8"
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return getattr(self.target, "errors", None)
+
+    @property
+    def line_buffering(self) -> bool:
+        return True
+
+    @property
+    def name(self) -> str:
+        return getattr(self.target, "name", "<worker output>")
+
+    @property
+    def mode(self) -> str:
+        return "w"
+
+    def __repr__(self) -> str:
+        return f"<output of worker {self._owner.worker_id} to {self.target!r}>"
+
+
+class WorkerOutput:
+    r"""Labels what a worker's functions print, and keeps its lines whole.
+
+    Between `enter` and `leave`, ``sys.stdout`` and ``sys.stderr`` are streams that hold text until
+    a line is complete and pass it on, behind ``[worker i] ``, to the stream that they stand for.
+    On worker 0 that holds only for the thread that called `enter`: the controller's other threads
+    write as ever. ``"\r"`` ends a line too, so that progress bars move.
+
+    Parameters
+    ----------
+    worker_id : int
+    prefix : bool or None
+        Whether lines are labelled; None for the setting ``SPMD_DISCO_PREFIX`` (default yes).
+    """
+
+    __slots__ = (
+        "_depth",
+        "_err",
+        "_only_thread",
+        "_out",
+        "_pending",
+        "_real_err",
+        "_real_out",
+        "_thread",
+        "worker_id",
+    )
+
+    def __init__(self, worker_id: int, prefix: bool | None = None) -> None:
+        if prefix is None:
+            prefix = flag("PREFIX", True)
+        label = f"[worker {worker_id}] " if prefix else ""
+        self.worker_id = worker_id
+        self._only_thread = worker_id == 0
+        self._out = _Stream(self, label)
+        self._err = _Stream(self, label)
+        # What the streams stand for: kept here as well, where it is cheaper to look at.
+        self._real_out: TextIO | None = None
+        self._real_err: TextIO | None = None
+        self._thread = 0
+        self._depth = 0
+        self._pending = False
+
+    def _mine(self) -> bool:
+        """Tell whether what the calling thread writes is the worker's."""
+        return self._depth > 0 and (not self._only_thread or get_ident() == self._thread)
+
+    def enter(self) -> None:
+        """From here on a worker function may print. Cheap: called around every command."""
+        if self._depth:
+            self._depth += 1
+            return
+        out = sys.stdout
+        err = sys.stderr
+        # A stream of ours that some other code has put back late stands for the same target.
+        if out is not self._real_out and out is not self._out:
+            self._real_out = self._out.target = out
+        if err is not self._real_err and err is not self._err:
+            self._real_err = self._err.target = err
+        self._thread = get_ident()
+        self._depth = 1
+        sys.stdout = self._out
+        sys.stderr = self._err
+
+    def leave(self) -> None:
+        """Give the streams back as `enter` found them, whatever the function has put there."""
+        if self._depth == 1:
+            if self._pending:
+                self.end_command()
+            self._depth = 0
+            sys.stdout = self._real_out
+            sys.stderr = self._real_err
+        elif self._depth:
+            self._depth -= 1
+
+    def end_command(self) -> None:
+        """Pass on partial lines that a command has left behind. Cheap when there is none."""
+        if not self._pending:
+            return
+        self._pending = False
+        for stream in (self._out, self._err):
+            try:
+                stream.end()
+            except (OSError, ValueError) as e:
+                # The stream is closed, or cannot encode the text. The command itself is over, and
+                # nobody would expect this from whatever comes next.
+                logger.warning("output of worker %d is lost: %s", self.worker_id, e)

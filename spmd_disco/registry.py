@@ -1,0 +1,178 @@
+"""Global functions by name, and how a name becomes a callable."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+__all__ = ["get_global_func", "import_path", "importable", "register_func", "resolve"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+@overload
+def register_func(name_or_func: F, f: None = None, override: bool = False) -> F: ...
+@overload
+def register_func(name_or_func: str, f: F, override: bool = False) -> F: ...
+@overload
+def register_func(
+    name_or_func: str | None = None, f: None = None, override: bool = False
+) -> Callable[[F], F]: ...
+def register_func(name_or_func: Any = None, f: Any = None, override: bool = False) -> Any:
+    """Register a global function, as TVM's ``register_global_func`` does.
+
+    A function that the controller registers reaches the workers when its name is first used.
+
+    Parameters
+    ----------
+    name_or_func : str or callable, optional
+        The name, or the function itself (``@register_func`` without parentheses).
+    f : callable, optional
+        The function; without it, a decorator is returned.
+    override : bool
+        Whether an earlier registration of the name may be replaced.
+
+    Returns
+    -------
+    callable
+        The function, or the decorator. The default name is ``module.qualname``.
+
+    Raises
+    ------
+    ValueError
+        The name is taken, and `override` is False.
+    TypeError
+        The name is no string, or the function not callable.
+    """
+    if callable(name_or_func) and not isinstance(name_or_func, str):
+        if f is not None:
+            raise TypeError(f"the name of a global function is a str, not {name_or_func!r}")
+        return _register(_default_name(name_or_func), name_or_func, override)
+    if name_or_func is not None and not isinstance(name_or_func, str):
+        raise TypeError(f"the name of a global function is a str, not {name_or_func!r}")
+    if f is not None:
+        return _register(name_or_func or _default_name(f), f, override)
+
+    def decorate(function: F) -> F:
+        return _register(name_or_func or _default_name(function), function, override)
+
+    return decorate
+
+
+def _default_name(function: Callable[..., Any]) -> str:
+    try:
+        return f"{function.__module__}.{function.__qualname__}"
+    except AttributeError:
+        raise TypeError(f"{function!r} has no name of its own: give one") from None
+
+
+def _register(name: str, function: F, override: bool) -> F:
+    if not callable(function):
+        raise TypeError(f"the global function {name!r} must be callable, not {function!r}")
+    if not override and _functions.get(name, function) is not function:
+        raise ValueError(f"the global function {name!r} is registered already; use override=True")
+    _functions[name] = function
+    return function
+
+
+def get_global_func(name: str, allow_missing: bool = False) -> Any:
+    """Return the global function `name` of this process.
+
+    Parameters
+    ----------
+    name : str
+        The name that it was registered with.
+    allow_missing : bool
+        Whether to return None where there is none.
+
+    Raises
+    ------
+    ValueError
+        There is none, and `allow_missing` is False.
+    """
+    function = _functions.get(name)
+    if function is None and not allow_missing:
+        raise ValueError(f"no global function {name!r} is registered")
+    return function
+
+
+def import_path(path: str) -> Any:
+    """Return what ``module:qualname`` or a dotted path such as ``numpy.linalg.norm`` names.
+
+    Raises
+    ------
+    ValueError
+        Nothing has that name.
+    """
+    module_name, colon, qualname = path.partition(":")
+    if colon:
+        return _attributes(importlib.import_module(module_name), qualname.split("."), path)
+    names = path.split(".")
+    if not all(names):
+        raise ValueError(f"{path!r} is neither a global function nor a dotted path")
+    for split in range(len(names) - 1, 0, -1):
+        module_name = ".".join(names[:split])
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as e:
+            # The module's own imports may be at fault; that must not pass for a wrong name.
+            if e.name is None or not (module_name == e.name or module_name.startswith(e.name + ".")):
+                raise
+            continue
+        return _attributes(module, names[split:], path)
+    raise ValueError(f"{path!r} is neither a global function nor a dotted path to import")
+
+
+def _attributes(value: Any, names: list[str], path: str) -> Any:
+    for name in names:
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            raise ValueError(f"{path!r}: {value!r} has no attribute {name!r}") from None
+    return value
+
+
+def resolve(name: str) -> Any:
+    """Return the callable that `name` means: a global function, else a dotted path.
+
+    Raises
+    ------
+    ValueError
+        Nothing has that name.
+    TypeError
+        What has that name is not callable.
+    """
+    function = _functions.get(name)
+    if function is None:
+        function = import_path(name)
+        if not callable(function):
+            raise TypeError(f"{name!r} names {function!r}, which is not callable")
+    return function
+
+
+def importable(function: Any) -> str | None:
+    """Return ``module:qualname`` where other processes can import `function` by it, else None."""
+    module_name = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if (
+        not isinstance(module_name, str)
+        or not isinstance(qualname, str)
+        or module_name in ("__main__", "__mp_main__")
+        or "<" in qualname
+    ):
+        return None
+    module = sys.modules.get(module_name)
+    # A module that was made by hand, or run from a string, has no spec: nobody else has it.
+    if module is None or getattr(module, "__spec__", None) is None:
+        return None
+    value: Any = module
+    for name in qualname.split("."):
+        value = getattr(value, name, None)
+    # A bound method is made anew at each look-up, hence the comparison.
+    if value is not function and not (value == function and type(value) is type(function)):
+        return None
+    return f"{module_name}:{qualname}"

@@ -1,0 +1,1 @@
+"""The planes of a session: channels carry commands, CCLs carry arrays."""

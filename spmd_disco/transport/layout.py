@@ -1,0 +1,122 @@
+"""How arrays lie in memory: which can be handed to MPI as they are, and which are packed first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .atomic import Step
+
+__all__ = [
+    "as_bytes",
+    "check_destination",
+    "copy_into",
+    "host_array",
+    "overlapping",
+    "packed",
+    "same_memory",
+    "unpack",
+]
+
+Array = npt.NDArray[Any]
+
+
+def host_array(x: Any, what: str) -> Array:
+    """Return `x` as a plain NumPy array that shares its memory.
+
+    Parameters
+    ----------
+    x : array
+        A NumPy array.
+    what : str
+        Its name in error messages.
+
+    Raises
+    ------
+    TypeError
+        `x` is something else, or its elements cannot be copied between processes.
+    """
+    if not isinstance(x, np.ndarray):
+        hint = ""
+        if hasattr(x, "__cuda_array_interface__"):
+            hint = "; copy it to the host first (cupy.asnumpy)"
+        elif isinstance(x, np.generic | int | float | complex | list | tuple):
+            hint = "; wrap it with numpy.asarray, and keep that array if it is a destination"
+        raise TypeError(f"{what} must be a numpy.ndarray, not {_name(type(x))}{hint}")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array, whose mask would be lost; pass its .data")
+    if x.dtype.hasobject:
+        raise TypeError(
+            f"{what} has dtype {x.dtype}, which holds references to Python objects; only values "
+            "can be moved between workers: convert it to a numeric or fixed-size dtype"
+        )
+    return x if type(x) is np.ndarray else x.view(np.ndarray)
+
+
+def _name(cls: type) -> str:
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def check_destination(x: Array, what: str) -> None:
+    """Check that every element of `x` can be written, and on its own.
+
+    Raises
+    ------
+    ValueError
+        It is read-only, or several elements share their memory (a broadcast view).
+    """
+    if not x.flags.writeable:
+        raise ValueError(f"{what} is read-only and cannot be a destination; pass a copy")
+    if not x.flags.c_contiguous and any(
+        stride == 0 and length > 1 for stride, length in zip(x.strides, x.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{what} is a broadcast view, in which elements share their memory, and cannot be a "
+            "destination; pass a copy"
+        )
+
+
+def packed(x: Array, dtype: np.dtype[Any] | None = None) -> Array:
+    """Return the elements of `x` in C order and one piece: `x` itself where it is that already."""
+    if x.flags.c_contiguous and (dtype is None or x.dtype == dtype):
+        return x
+    return np.ascontiguousarray(x, dtype=dtype).reshape(x.shape)
+
+
+def as_bytes(x: Array) -> npt.NDArray[np.uint8]:
+    """Return the memory of the C-contiguous array `x` as a flat array of bytes."""
+    if x.nbytes == 0:
+        # Also dtypes without size («S0»), which have no view as bytes.
+        return np.empty(0, np.uint8)
+    return x.reshape(-1).view(np.uint8)
+
+
+def same_memory(a: Array, b: Array) -> bool:
+    """Whether two contiguous arrays of the same size start at the same address."""
+    address: int = a.__array_interface__["data"][0]
+    return address == b.__array_interface__["data"][0] and a.nbytes == b.nbytes
+
+
+def overlapping(a: Array, b: Array) -> bool:
+    """Whether two contiguous arrays share memory."""
+    return np.may_share_memory(a, b) and a.nbytes > 0
+
+
+def unpack(destination: Array, staging: Array) -> Step:
+    """Return the step that puts `staging`, in C order, into `destination`, casting if needed."""
+    # The slot method, because np.copyto runs Python code (see atomic.py).
+    put: Callable[..., None] = destination.__setitem__
+    return partial(put, Ellipsis, staging.reshape(destination.shape))
+
+
+def copy_into(destination: Array, source: Array) -> None:
+    """Copy element by element in C order; the shapes may differ, the memory may overlap."""
+    if source.shape != destination.shape:
+        source = source.reshape(destination.shape)
+    destination[...] = source

@@ -1,0 +1,471 @@
+"""A worker: its register file, and the interpreter of commands.
+
+A worker knows neither the session nor where its commands come from. What a command raises does not
+stop it: the failure goes to a bounded list that the controller asks for, and the command's register
+holds the failure from then on.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import pickling, registry
+from .device import Device
+from .errors import DiscoError, Failure, InheritedFailure, PeerError
+from .protocol import (
+    ALL,
+    Command,
+    DiscoAction,
+    FunctionKind,
+    Reply,
+    decode_arguments,
+    decode_function,
+    decode_value,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .transport.ccl import CCL
+
+__all__ = ["CODE_CACHE", "Failed", "Worker", "WorkerInfo", "current_worker", "get_worker"]
+
+#: Failures that a worker keeps until the controller asks.
+MAX_FAILURES = 64
+#: Characters of a message or a traceback that travel.
+MAX_TEXT = 32_000
+#: Bytes of an exception that travels itself.
+MAX_PICKLE = 256 * 1024
+#: Functions sent by value that both sides remember; the oldest is forgotten on both alike.
+CODE_CACHE = 256
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Who a worker is; what `get_worker` returns.
+
+    Attributes
+    ----------
+    worker_id, num_workers : int
+        Worker i is rank i of the session's communicator.
+    num_groups, group_id, group_size : int
+        Groups are equal blocks of consecutive workers.
+    device : Device
+        The worker's default device.
+    comm, group_comm : mpi4py.MPI.Intracomm
+        Communicators for the user's own calls, over all workers and over the group's;
+        ``comm.rank == worker_id``.
+    """
+
+    worker_id: int
+    num_workers: int
+    num_groups: int
+    device: Device
+    comm: MPI.Intracomm = field(repr=False)
+    group_comm: MPI.Intracomm = field(repr=False)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_workers // self.num_groups
+
+    @property
+    def group_id(self) -> int:
+        return self.worker_id // self.group_size
+
+
+class Failed:
+    """The content of a register whose command failed."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+class _Current(threading.local):
+    worker: Worker | None = None
+
+
+_current = _Current()
+
+
+def current_worker() -> Worker | None:
+    """Return the worker whose function runs in this thread, or None."""
+    return _current.worker
+
+
+def get_worker() -> WorkerInfo:
+    """Return who the worker is that runs the calling function.
+
+    Raises
+    ------
+    DiscoError
+        The calling thread runs no worker function.
+    """
+    worker = _current.worker
+    if worker is None:
+        raise DiscoError(
+            "there is no current worker here: get_worker() works in a function that a session "
+            "calls on its workers, in the thread that runs it"
+        )
+    return worker.info
+
+
+class Worker:
+    """One worker of a session.
+
+    Parameters
+    ----------
+    info : WorkerInfo
+    ccl : CCL
+        The data plane.
+    reply : callable
+        Takes a `Reply` and sends it to the controller; raises when the value cannot be sent.
+    on_command : callable, optional
+        Called after each command that ran a function.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        ccl: CCL,
+        reply: Callable[[Reply], None],
+        on_command: Callable[[], None] | None = None,
+    ) -> None:
+        self.info = info
+        self.ccl = ccl
+        self.registers: dict[int, Any] = {}
+        #: The command that runs or ran last, and the last that has been left.
+        self.number = 0
+        self.finished = 0
+        #: What it calls; a name, or the callable.
+        self.function: Any = None
+        #: Whether a worker function is running, so that an interrupt may strike.
+        self.running = False
+        #: Commands up to this one are cancelled by an interrupt of the controller.
+        self.interrupted_through = 0
+        #: The thread that runs a worker function now.
+        self.thread = 0
+        #: Failures by command, for whoever asks why a peer does not come; bounded.
+        self.recent_failures: OrderedDict[int, Failure] = OrderedDict()
+        self.closed = False
+        self.host = socket.gethostname()
+        self._failures: list[Failure] = []
+        self._dropped = 0
+        self._codes: OrderedDict[bytes, list[Any]] = OrderedDict()
+        #: Code that was sent, by digest, in case an interrupt kept it out of `_codes`.
+        self.code_source: dict[bytes, bytes] | None = None
+        self._reply = reply
+        self._on_command = on_command
+        self._shipped: set[str] = set()
+        self._actions: dict[DiscoAction, Callable[[Command], None]] = {
+            DiscoAction.SHUT_DOWN: self._shut_down,
+            DiscoAction.KILL_REG: lambda command: None,
+            DiscoAction.GET_GLOBAL_FUNC: self._get_global_func,
+            DiscoAction.CALL_PACKED: self._call,
+            DiscoAction.SYNC_WORKER: self._sync,
+            DiscoAction.COPY_FROM_WORKER0: self._copy_from,
+            DiscoAction.COPY_TO_WORKER0: self._copy_to,
+            DiscoAction.DEBUG_GET_FROM_REMOTE: self._get,
+            DiscoAction.DEBUG_SET_REGISTER: self._set,
+        }
+
+    # The interpreter ------------------------------------------------------------------------------
+
+    def execute(self, command: Command) -> BaseException | None:
+        """Run one command. Return the exception that it failed with, if any."""
+        for register in command.kills:
+            self.registers.pop(register, None)
+        if command.target not in (ALL, self.info.worker_id):
+            return None
+        self.number = command.number
+        self.ccl.begin(command.number)
+        previous = _current.worker
+        _current.worker = self
+        try:
+            self._actions[command.action](command)
+        except BaseException as e:
+            self._fail(command, e)
+            return e
+        finally:
+            self.running = False
+            self.function = None
+            _current.worker = previous
+            self.finished = command.number
+        return None
+
+    def abandon(self, command: Command, error: BaseException) -> None:
+        """Count a command as failed that was published but not, or not wholly, run here."""
+        self.running = False
+        self.function = None
+        _current.worker = None
+        for register in command.kills:
+            self.registers.pop(register, None)
+        self.number = command.number
+        self.ccl.begin(command.number)
+        self._fail(command, error)
+        self.finished = command.number
+
+    def lookup(self, register: int) -> Any:
+        """Return the value of a register.
+
+        Raises
+        ------
+        InheritedFailure
+            The command that should have set it failed.
+        DiscoError
+            The register was never set here.
+        """
+        try:
+            value = self.registers[register]
+        except KeyError:
+            raise DiscoError(
+                f"register {register} is not set on worker {self.info.worker_id}"
+            ) from None
+        if type(value) is Failed:
+            f = value.failure
+            raise InheritedFailure(
+                f"not run: register {register} holds the failure of command {f.command} "
+                f"({f.function}): {f.type}: {f.message[:500]}"
+            )
+        return value
+
+    # Actions --------------------------------------------------------------------------------------
+
+    def _call(self, command: Command) -> None:
+        function, end = self._function(command.payload)
+        self.function = function
+        if command.number <= self.interrupted_through:
+            raise KeyboardInterrupt
+        args, kwargs = decode_arguments(
+            command.payload[end:], command.offset + end, self.lookup
+        )
+        if not callable(function):
+            raise TypeError(f"{function!r} is not callable")
+        self.thread = threading.get_ident()
+        self.running = True
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            self.running = False
+            if self._on_command is not None:
+                self._on_command()
+        self.registers[command.register] = value
+
+    def _get_global_func(self, command: Command) -> None:
+        function, _ = self._function(command.payload)
+        self.registers[command.register] = function
+
+    def _function(self, payload: memoryview) -> tuple[Any, int]:
+        """Return the callable that a reference means, and where the payload goes on."""
+        kind, data, code, end = decode_function(payload)
+        # Known before it is found, so that a failure to find it can name it.
+        self.function = data
+        if kind == FunctionKind.REGISTER:
+            assert isinstance(data, int)
+            return self.lookup(data), end
+        if kind == FunctionKind.IMPORT:
+            assert isinstance(data, str)
+            return registry.import_path(data), end
+        if kind == FunctionKind.GLOBAL:
+            assert isinstance(data, str)
+            definition, _, _, _ = decode_function(payload, end)
+            if definition == FunctionKind.NONE:
+                return registry.resolve(data), end + 1
+            function, size = self._function(payload[end:])
+            # On worker 0 the controller's own registration serves.
+            if self.info.worker_id != 0 or registry.get_global_func(data, True) is None:
+                registry.register_func(data, function, override=True)
+            self.function = data
+            return registry.get_global_func(data), end + size
+        assert isinstance(data, bytes)
+        return self._code(data, code), end
+
+    def _code(self, digest: bytes, code: memoryview | None) -> Any:
+        entry = self._codes.get(digest)
+        if entry is None:
+            if code is None and self.code_source is not None:
+                code = memoryview(self.code_source[digest])
+            entry = self._codes[digest] = [code and bytes(code), None]
+            if len(self._codes) > CODE_CACHE:
+                self._codes.popitem(last=False)
+        else:
+            self._codes.move_to_end(digest)
+        if entry[1] is None:
+            if entry[0] is None:
+                raise DiscoError("a function is called by value whose code never came")
+            self.function = "a function sent by value"
+            entry[1] = pickle.loads(entry[0])
+            entry[0] = None
+        return entry[1]
+
+    def _sync(self, command: Command) -> None:
+        self.ccl.sync_worker()
+        self._answer(Reply(command.number))
+
+    def _get(self, command: Command) -> None:
+        value = self.registers.get(command.register)
+        if type(value) is Failed:
+            self._answer(Reply(command.number, failure=value.failure))
+            return
+        self.function = "get"
+        try:
+            value = self.lookup(command.register)
+            self.ccl.sync_worker()
+            self._answer(Reply(command.number, value))
+        except Exception as e:
+            # A value that cannot be sent; the reply that says so can.
+            self._answer(Reply(command.number, failure=self._describe(command, e)))
+
+    def _set(self, command: Command) -> None:
+        self.function = "set"
+        copy_into = command.payload[0]
+        value = decode_value(command.payload[1:], command.offset + 1)
+        target = self.registers.get(command.register)
+        if copy_into and isinstance(target, np.ndarray):
+            copy_array(target, value, f"register {command.register}")
+        else:
+            self.registers[command.register] = value
+
+    def _copy_from(self, command: Command) -> None:
+        self._get(command)
+
+    def _copy_to(self, command: Command) -> None:
+        self.function = "copy_to_worker_0"
+        value = decode_value(command.payload, command.offset)
+        copy_array(self.lookup(command.register), value, f"register {command.register}")
+
+    def _shut_down(self, command: Command) -> None:
+        self.closed = True
+        self.ccl.close(command.number)
+        self._answer(Reply(command.number))
+        self.registers.clear()
+
+    # Failures -------------------------------------------------------------------------------------
+
+    def _fail(self, command: Command, error: BaseException) -> None:
+        failure = self._describe(command, error)
+        if command.action in (DiscoAction.CALL_PACKED, DiscoAction.GET_GLOBAL_FUNC) or (
+            command.action == DiscoAction.DEBUG_SET_REGISTER
+            and command.register not in self.registers
+        ):
+            self.registers[command.register] = Failed(failure)
+        if len(self._failures) < MAX_FAILURES:
+            self._failures.append(failure)
+        else:
+            self._dropped += 1
+        self.recent_failures[command.number] = failure
+        if len(self.recent_failures) > MAX_FAILURES:
+            self.recent_failures.popitem(last=False)
+        self.ccl.fail(command.number)
+
+    def _describe(self, command: Command, error: BaseException) -> Failure:
+        kind = type(error)
+        name = kind.__qualname__
+        if kind.__module__ not in ("builtins", "__main__"):
+            name = f"{kind.__module__}.{name}"
+        return Failure(
+            worker_id=self.info.worker_id,
+            host=self.host,
+            function=function_name(self.function),
+            command=command.number,
+            type=name,
+            message=cut(_text_of(error)),
+            traceback=cut(_traceback_of(error)),
+            consequence=isinstance(error, PeerError | InheritedFailure),
+            pickled=_pickled(error),
+        )
+
+    def _answer(self, reply: Reply) -> None:
+        reply.failures, reply.dropped = self._failures, self._dropped
+        self._reply(reply)
+        self._failures, self._dropped = [], 0
+
+
+def copy_array(target: Any, source: Any, name: str) -> None:
+    """Copy `source` into `target`, which may have another shape of as many elements.
+
+    Raises
+    ------
+    ValueError
+        The element counts or the dtypes differ.
+    TypeError
+        `target` is no array.
+    """
+    if not isinstance(target, np.ndarray):
+        raise TypeError(f"{name} holds {_kind_of(target)}, not an array to copy into")
+    array = np.asarray(source)
+    if array.dtype != target.dtype:
+        raise ValueError(
+            f"{name} holds an array of {target.dtype}, which cannot take one of {array.dtype}"
+        )
+    if array.size != target.size:
+        raise ValueError(
+            f"{name} holds an array of shape {target.shape}, which cannot take the {array.size} "
+            f"elements of one of shape {array.shape}"
+        )
+    # reshape() of the source copies at most; of a strided target it could copy and lose the result.
+    np.copyto(target, array.reshape(target.shape))
+
+
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def function_name(function: Any) -> str:
+    """Return how failures and reports name what a command calls."""
+    if function is None:
+        return "?"
+    if isinstance(function, str):
+        return function.replace(":", ".")
+    if isinstance(function, int):
+        return f"register {function}"
+    if isinstance(function, bytes):
+        return "a function sent by value"
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    module = getattr(function, "__module__", None)
+    return name if module in (None, "__main__", "builtins") else f"{module}.{name}"
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text`, with its middle left out where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as e:
+        return f"<its text raises {type(e).__name__}>"
+
+
+def _traceback_of(error: BaseException) -> str:
+    # The first frames are the interpreter's own.
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, tb))
+    except Exception as e:
+        return f"{type(error).__name__} (formatting its traceback raises {type(e).__name__})\n"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle the exception for `__cause__`; None where that cannot be done, which loses no text."""
+    try:
+        data = pickling.dumps(error)
+    except Exception:
+        return None
+    return data if len(data) <= MAX_PICKLE else None
