@@ -1,4 +1,4 @@
-"""The ``runtime.disco.*`` functions that every worker offers, with TVM's names and argument order."""
+"""The ``runtime.disco.*`` functions that workers offer, with TVM's names and argument order."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ handed to the channel. One lock covers both.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -15,21 +16,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .codec import HAS_BUFFERS, Part, assemble, decode_value, encode_value
 from .errors import DiscoError, DiscoTimeout, Failure, SessionClosedError, WorkerError
 from .interrupt import ControllerInterrupts
 from .protocol import (
     ALL,
-    HAS_BUFFERS,
     DiscoAction,
-    Part,
     Reply,
-    assemble,
     decode_command,
     decode_reply,
     decode_reply_value,
-    decode_value,
     encode_command,
-    encode_value,
     reply_number,
 )
 from .worker import CODE_CACHE, Worker, current_worker
@@ -122,8 +119,8 @@ class Controller:
             raise SessionClosedError(f"{self._name()} is shut down: open a new session")
         if _forked:
             raise DiscoError(
-                f"{self._name()} belongs to process {os.getppid()}, from which this one was forked: "
-                "use the session there"
+                f"{self._name()} belongs to process {os.getppid()}, from which this one was "
+                "forked: use the session there"
             )
         if current_worker() is not None:
             raise DiscoError(
@@ -352,10 +349,9 @@ class Controller:
             # consequences that nobody should have to hear of one by one.
             patience = PATIENCE if timeout is None else max(0.0, min(timeout, PATIENCE))
             number = self.submit(DiscoAction.SYNC_WORKER)
-            try:
+            # What the others have to report and do not in time, the next sync point will hear.
+            with contextlib.suppress(DiscoTimeout):
                 known += self.wait(number, range(self.num_workers), patience).values()
-            except DiscoTimeout:
-                pass  # what the others have to report, the next sync point will hear
         error = self.take_failures(known)
         if error is not None:
             raise error

@@ -21,6 +21,7 @@ from . import lobby as lobbies
 from ._version import __version__
 from .config import flag, setting
 from .errors import DiscoTimeout, WorkerError
+from .interrupt import ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
 from .prompt import interact
@@ -240,8 +241,10 @@ class _Ending:
         def abort(number: int, frame: FrameType | None) -> None:
             _abort(INTERRUPTED)
 
-        # A handler of the program's own is left alone.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Python's handler or an open session's. One of the program's own is left alone.
+        handler = signal.getsignal(signal.SIGINT)
+        of_session = isinstance(getattr(handler, "__self__", None), ControllerInterrupts)
+        if handler is signal.default_int_handler or of_session:
             signal.signal(signal.SIGINT, abort)
 
     def _leave_child(self) -> NoReturn:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from . import lobby
-from ._version import __version__
+from .calls import CallEncoder
 from .config import setting
 from .controller import Controller
-from .device import cpu
 from .errors import DiscoError, WorkerError
-from .interrupt import WorkerInterrupts
-from .output import WorkerOutput
-from .protocol import DiscoAction, Reply, decode_command, encode_reply
+from .rank import Rank
 from .sessions import Session
-from .transport.wait import Waiter
-from .worker import Worker, WorkerInfo, current_worker
+from .worker import current_worker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["MPISession", "close_open_session"]
 
 #: The rank of a session that is open in this process: there is one at a time.
-_open: _Rank | None = None
+_open: Rank | None = None
+#: The program's handle to it, which it may drop.
+_handle: weakref.ref[MPISession] | None = None
 #: What failed in sessions that were dropped and closed without anybody to tell.
 _unobserved: list[WorkerError] = []
 
@@ -73,12 +69,13 @@ class MPISession(Session):
         num_groups: int | None = None,
         timeout: float | None = None,
     ) -> None:
+        global _open, _handle
         num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
         timeout = setting("TIMEOUT", None, float) if timeout is None else timeout
         if current_worker() is not None:
             raise DiscoError("a session cannot be opened inside a worker function")
         close_dropped_session()
-        if _open is not None:
+        if _open is not None and not _open.ended:
             raise DiscoError(
                 f"{_open.describe()} is open on these ranks: shut it down before you open another"
             )
@@ -91,15 +88,23 @@ class MPISession(Session):
         place = lobby.current()
         if place is not None and place.is_controller and comm.size > 1:
             place.open(num_groups=num_groups, timeout=timeout)
-        self._rank = _Rank(comm, num_groups, timeout)
-        self._rank.open(self)
+        self._rank = Rank(comm, num_groups, timeout)
+        if self._rank.controller is not None:
+            self._call_encoder = CallEncoder(self, self._rank.controller.codes)
+        _open = self._rank
+        _handle = weakref.ref(self)
+        _hook_finalize()
 
     @property
-    def _controller(self) -> Controller:  # type: ignore[override]
+    def _encoder(self) -> CallEncoder:
+        return self._call_encoder
+
+    @property
+    def _controller(self) -> Controller:
         if self._rank.controller is None:
             raise DiscoError(
-                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the controller "
-                "on rank 0 drives: call serve() here, or use «with» and «if sess is not None:»"
+                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the controller on "
+                "rank 0 drives: call serve() here, or use «with» and «if sess is not None:»"
             )
         return self._rank.controller
 
@@ -115,7 +120,7 @@ class MPISession(Session):
             raise DiscoError(f"this is the controller of {self!r}: the other ranks serve it")
         self._rank.serve()
 
-    def shutdown(self, timeout: float | None = None) -> None:  # noqa: D102 - as the base says
+    def shutdown(self, timeout: float | None = None) -> None:
         self._rank.shutdown(timeout)
 
     def __enter__(self) -> MPISession | None:
@@ -180,203 +185,10 @@ def _check(size: int, num_groups: int, timeout: float | None) -> None:
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
 
 
-class _Rank:
-    """What a session has on one rank; it outlives the handle, which a program may just drop.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-    num_groups : int
-    timeout : float or None
-    """
-
-    def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
-        self._waiter = Waiter(timeout)
-        self._comms: list[MPI.Intracomm] = []
-        self._control = self._duplicate(comm)
-        self._agree(num_groups, timeout)
-        data, user = self._duplicate(comm), self._duplicate(comm)
-        group, user_group = data, user
-        if num_groups > 1:
-            color = comm.rank // (comm.size // num_groups)
-            group, user_group = self._split(data, color), self._split(user, color)
-        from .transport.mpi_ccl import MPICCL
-
-        self._ccl = MPICCL(data, group, self._waiter, num_groups=num_groups)
-        self._info = WorkerInfo(
-            worker_id=comm.rank,
-            num_workers=comm.size,
-            num_groups=num_groups,
-            device=cpu(),
-            comm=user,
-            group_comm=user_group,
-        )
-        self._output = WorkerOutput(comm.rank)
-        self.handle: weakref.ref[MPISession] | None = None
-        self.controller: Controller | None = None
-        self.served = False
-        if comm.rank == 0:
-            self._be_controller()
-        else:
-            self._be_worker()
-        self._watch()
-
-    # Opening --------------------------------------------------------------------------------------
-
-    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        # Not Dup(), which would wait in MPI for ranks that come late, or never.
-        new, request = comm.Idup()
-        self._waiter.until(request.Test, lambda: "all ranks to open the session", limited=False)
-        return self._first_use(new)
-
-    def _split(self, comm: MPI.Intracomm, color: int) -> MPI.Intracomm:
-        return self._first_use(comm.Split(color, comm.rank))
-
-    def _first_use(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        self._comms.append(comm)
-        # mpi4py's first pickled collective on a communicator duplicates it while it holds the GIL,
-        # and may deadlock once there are threads (mpi4py issue 784).
-        comm.bcast(None)
-        return comm
-
-    def _agree(self, num_groups: int, timeout: float | None) -> None:
-        mine = (num_groups, timeout, __version__)
-        given = self._control.allgather(mine)
-        if any(other != given[0] for other in given):
-            self._free()
-            ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))
-            raise ValueError(
-                f"all ranks must open a session alike; num_groups, timeout and version are: {ranks}"
-            )
-
-    def _be_controller(self) -> None:
-        from .transport.mpi_channel import MPIControllerChannel
-
-        self._waiter._hooks[:] = [h for h in self._waiter._hooks if h != self._ccl.pump]
-        channel = MPIControllerChannel(self._control, self._waiter)
-        self.controller = Controller(
-            channel, self._make_worker, self._waiter, self._output, self.describe
-        )
-        self.worker = self.controller.worker
-        self._busy: Callable[[], bool] = channel.busy
-        self.controller.interrupts.install()
-
-    def _be_worker(self) -> None:
-        from .transport.mpi_channel import MPIWorkerChannel
-
-        self._channel = MPIWorkerChannel(self._control, self._waiter)
-        self._waiter.add_hook(self._ccl.pump)
-        self.worker = self._make_worker(lambda reply: self._channel.reply(encode_reply(reply)))
-        self._busy = lambda: False
-
-    def _make_worker(self, reply: Callable[[Reply], None]) -> Worker:
-        # On worker 0 the output's own leave() ends a command.
-        after = self._output.end_command if self._info.worker_id else None
-        return Worker(self._info, self._ccl, reply, after)
-
-    def _watch(self) -> None:
-        from .transport.watch import Watcher
-
-        self._watcher = None
-        if self._info.num_workers > 1 and Watcher.available():
-            self._watcher = Watcher(self._control, self.worker, self._busy)
-            self._watcher.start()
-        if self.controller is not None:
-            self.controller.watcher = self._watcher
-
-    def open(self, handle: MPISession) -> None:
-        """Become this process's open session."""
-        global _open
-        _open = self
-        self.handle = weakref.ref(handle)
-        _hook_finalize()
-
-    def describe(self) -> str:
-        """Return how texts call the session."""
-        info = self._info
-        groups = f" in {info.num_groups} groups" if info.num_groups > 1 else ""
-        closed = " (shut down)" if self.controller is not None and self.controller.closed else ""
-        return f"MPISession: {info.num_workers} workers{groups}{closed}"
-
-    # Serving --------------------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """Work off commands until the one that shuts down."""
-        if self.served:
-            return
-        self.served = True
-        worker, channel, ccl = self.worker, self._channel, self._ccl
-        interrupts = WorkerInterrupts(
-            lambda: worker.running and worker.number <= worker.interrupted_through
-        )
-        level = logging.getLogger().level
-        interrupts.install()
-        self._output.enter()
-        try:
-            while not worker.closed:
-                message = channel.receive()
-                command = decode_command(message)
-                worker.execute(command)
-                channel.done(command.number, len(message))
-                if ccl.outstanding:
-                    ccl.pump(False)
-        finally:
-            self._output.leave()
-            interrupts.remove()
-            logging.getLogger().setLevel(level)
-        channel.close()
-        self._end()
-
-    # Closing --------------------------------------------------------------------------------------
-
-    def interrupt(self) -> None:
-        """Cancel what the other workers have been told to do so far."""
-        if self._watcher is not None:
-            self._watcher.interrupt()
-
-    def shutdown(self, timeout: float | None) -> None:
-        """On the controller: work everything off, then close on all ranks."""
-        controller = self.controller
-        if controller is None:
-            raise DiscoError("the controller, on rank 0, shuts a session down")
-        if controller.closed:
-            return
-        controller.check()
-        everyone = range(self._info.num_workers)
-        # A time-out or an interrupt strikes in here, while the session is whole.
-        number = controller.submit(DiscoAction.SYNC_WORKER)
-        replies = list(controller.wait(number, everyone, timeout).values())
-        controller.add_failures(replies)
-        with controller.lock, controller.interrupts.deferred():
-            # From here on it is a matter of microseconds, as all workers have nothing else to do.
-            number = controller.submit(DiscoAction.SHUT_DOWN)
-            replies = list(controller.wait(number, everyone, None).values())
-            controller.closed = True
-            controller.channel.close()
-            self._end()
-        controller.interrupts.remove()
-        error = controller.take_failures(replies)
-        if error is not None:
-            raise error
-
-    def _end(self) -> None:
-        global _open
-        if self._watcher is not None:
-            self._watcher.stop()
-        self._free()
-        if _open is self:
-            _open = None
-
-    def _free(self) -> None:
-        for comm in reversed(self._comms):
-            comm.Free()
-        self._comms.clear()
-
-
 def close_dropped_session() -> None:
     """Shut down the open session if the program has dropped its handle."""
     rank = _open
-    if rank is None or rank.handle is None or rank.handle() is not None:
+    if rank is None or rank.ended or (_handle is not None and _handle() is not None):
         return
     if rank.controller is None:
         rank.serve()
@@ -410,7 +222,7 @@ def close_open_session(
         Not all workers came in time; the session is still open.
     """
     rank = _open
-    if rank is not None:
+    if rank is not None and not rank.ended:
         if rank.controller is None:
             rank.serve()
         else:
@@ -493,4 +305,3 @@ def _exit_with_failure() -> None:
     if not MPI.Is_finalized():
         MPI.Finalize()
     os._exit(1)
-

@@ -11,7 +11,7 @@ import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -30,7 +30,9 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 def dumps(

@@ -120,7 +120,9 @@ def import_path(path: str) -> Any:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as e:
             # The module's own imports may be at fault; that must not pass for a wrong name.
-            if e.name is None or not (module_name == e.name or module_name.startswith(e.name + ".")):
+            if e.name is None or not (
+                module_name == e.name or module_name.startswith(e.name + ".")
+            ):
                 raise
             continue
         return _attributes(module, names[split:], path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,19 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import pickling, registry
+from . import registry
+from .codec import FunctionKind, decode_arguments, decode_function, decode_value
+from .copying import copy_array
 from .device import Device
-from .errors import DiscoError, Failure, InheritedFailure, PeerError
-from .protocol import (
-    ALL,
-    Command,
-    DiscoAction,
-    FunctionKind,
-    Reply,
-    decode_arguments,
-    decode_function,
-    decode_value,
-)
+from .errors import DiscoError, Failure, InheritedFailure
+from .failures import describe_failure, function_name
+from .protocol import ALL, Command, DiscoAction, Reply
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,10 +34,6 @@ __all__ = ["CODE_CACHE", "Failed", "Worker", "WorkerInfo", "current_worker", "ge
 
 #: Failures that a worker keeps until the controller asks.
 MAX_FAILURES = 64
-#: Characters of a message or a traceback that travel.
-MAX_TEXT = 32_000
-#: Bytes of an exception that travels itself.
-MAX_PICKLE = 256 * 1024
 #: Functions sent by value that both sides remember; the oldest is forgotten on both alike.
 CODE_CACHE = 256
 
@@ -246,9 +235,7 @@ class Worker:
         self.function = function
         if command.number <= self.interrupted_through:
             raise KeyboardInterrupt
-        args, kwargs = decode_arguments(
-            command.payload[end:], command.offset + end, self.lookup
-        )
+        args, kwargs = decode_arguments(command.payload[end:], command.offset + end, self.lookup)
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
         self.thread = threading.get_ident()
@@ -369,103 +356,11 @@ class Worker:
         self.ccl.fail(command.number)
 
     def _describe(self, command: Command, error: BaseException) -> Failure:
-        kind = type(error)
-        name = kind.__qualname__
-        if kind.__module__ not in ("builtins", "__main__"):
-            name = f"{kind.__module__}.{name}"
-        return Failure(
-            worker_id=self.info.worker_id,
-            host=self.host,
-            function=function_name(self.function),
-            command=command.number,
-            type=name,
-            message=cut(_text_of(error)),
-            traceback=cut(_traceback_of(error)),
-            consequence=isinstance(error, PeerError | InheritedFailure),
-            pickled=_pickled(error),
+        return describe_failure(
+            error, self.info.worker_id, self.host, function_name(self.function), command.number
         )
 
     def _answer(self, reply: Reply) -> None:
         reply.failures, reply.dropped = self._failures, self._dropped
         self._reply(reply)
         self._failures, self._dropped = [], 0
-
-
-def copy_array(target: Any, source: Any, name: str) -> None:
-    """Copy `source` into `target`, which may have another shape of as many elements.
-
-    Raises
-    ------
-    ValueError
-        The element counts or the dtypes differ.
-    TypeError
-        `target` is no array.
-    """
-    if not isinstance(target, np.ndarray):
-        raise TypeError(f"{name} holds {_kind_of(target)}, not an array to copy into")
-    array = np.asarray(source)
-    if array.dtype != target.dtype:
-        raise ValueError(
-            f"{name} holds an array of {target.dtype}, which cannot take one of {array.dtype}"
-        )
-    if array.size != target.size:
-        raise ValueError(
-            f"{name} holds an array of shape {target.shape}, which cannot take the {array.size} "
-            f"elements of one of shape {array.shape}"
-        )
-    # reshape() of the source copies at most; of a strided target it could copy and lose the result.
-    np.copyto(target, array.reshape(target.shape))
-
-
-def _kind_of(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def function_name(function: Any) -> str:
-    """Return how failures and reports name what a command calls."""
-    if function is None:
-        return "?"
-    if isinstance(function, str):
-        return function.replace(":", ".")
-    if isinstance(function, int):
-        return f"register {function}"
-    if isinstance(function, bytes):
-        return "a function sent by value"
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    module = getattr(function, "__module__", None)
-    return name if module in (None, "__main__", "builtins") else f"{module}.{name}"
-
-
-def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """Return `text`, with its middle left out where it is longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as e:
-        return f"<its text raises {type(e).__name__}>"
-
-
-def _traceback_of(error: BaseException) -> str:
-    # The first frames are the interpreter's own.
-    tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
-    try:
-        return "".join(traceback.format_exception(type(error), error, tb))
-    except Exception as e:
-        return f"{type(error).__name__} (formatting its traceback raises {type(e).__name__})\n"
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """Pickle the exception for `__cause__`; None where that cannot be done, which loses no text."""
-    try:
-        data = pickling.dumps(error)
-    except Exception:
-        return None
-    return data if len(data) <= MAX_PICKLE else None

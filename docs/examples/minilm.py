@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-import safetensors
+import safetensors  # safe_open itself calls itself a builtin, and cannot be sent to workers
 from tokenizers import Tokenizer
 
 import spmd_disco as di

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
-from ..protocol import Part
+from ..codec import Part
 
 __all__ = ["ControllerChannel", "WorkerChannel"]
 
@@ -55,7 +55,7 @@ class ControllerChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Collective: complete everything. The communicator is the caller's."""
+        """Complete everything. Collective; the communicator is the caller's."""
 
 
 class WorkerChannel(ABC):
@@ -79,4 +79,4 @@ class WorkerChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Collective: complete everything. The communicator is the caller's."""
+        """Complete everything. Collective; the communicator is the caller's."""

@@ -15,18 +15,19 @@ from typing import Any
 
 __all__ = ["mpi_call"]
 
-_COLLECTIVES = (
-    "Allgather Allgatherv Allreduce Alltoall Alltoallv Alltoallw Barrier Bcast Exscan Gather Gatherv "
-    "Reduce Reduce_scatter Reduce_scatter_block Scan Scatter Scatterv"
-).split()
-#: Names that nothing but mpi4py uses for something that blocks.
+#: Methods of mpi4py that block and that nothing else has by these names.
 PLAIN = frozenset(
-    [*_COLLECTIVES, *(name.lower() for name in _COLLECTIVES if name not in ("Reduce", "Scan"))]
-    + "Recv Send Ssend Rsend Sendrecv Sendrecv_replace Probe Mprobe Wait Waitall Waitany Waitsome "
-    "waitall waitany waitsome sendrecv Dup Split Split_type Create Free Disconnect Fence".split()
+    """
+    Allgather Allgatherv Allreduce Alltoall Alltoallv Alltoallw Barrier Bcast Exscan Gather Gatherv
+    Reduce Reduce_scatter Reduce_scatter_block Scan Scatter Scatterv
+    allgather allreduce alltoall barrier bcast exscan gather scatter
+    Recv Send Ssend Rsend Sendrecv Sendrecv_replace sendrecv Probe Mprobe
+    Wait Waitall Waitany Waitsome waitall waitany waitsome
+    Dup Split Split_type Create Free Disconnect Fence
+    """.split()  # noqa: SIM905 - a list of words is easier to read
 )
 #: Names that others use too: something of mpi4py's must stand beside them.
-AMBIGUOUS = frozenset("recv send ssend probe mprobe wait reduce scan".split())
+AMBIGUOUS = frozenset({"recv", "send", "ssend", "probe", "mprobe", "wait", "reduce", "scan"})
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +89,7 @@ def _blocking_name(frame: FrameType) -> str | None:
     except Exception:  # a code object that dis cannot read tells nothing
         return None
     loaded = names.get(lines.get(frame.f_lasti, -1), [])
-    attributes = [name for op, name in loaded if op in ("LOAD_ATTR", "LOAD_METHOD")]
+    attributes: list[str] = [name for op, name in loaded if op in ("LOAD_ATTR", "LOAD_METHOD")]
     for name in attributes:
         if name in PLAIN:
             return name

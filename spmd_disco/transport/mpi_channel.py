@@ -1,9 +1,9 @@
 """The control plane over MPI: messages from rank 0 to every other rank, and replies back.
 
 Everything is nonblocking and polled. A message up to `EAGER` bytes is one MPI message; a larger one
-is announced by its size and follows in fragments. Workers acknowledge what they have worked off, now
-and then and when they go idle, so that unread commands are bounded and the controller can tell how
-far each worker is.
+is announced by its size and follows in fragments. Workers acknowledge what they have worked off,
+now and then and when they go idle, so that unread commands are bounded and the controller can tell
+how far each worker is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from itertools import repeat
 import numpy as np
 from mpi4py import MPI
 
-from ..protocol import ALIGNMENT, ALL, Part, assemble
+from ..codec import ALIGNMENT, Part, assemble
+from ..protocol import ALL
 from .atomic import run
 from .channel import ControllerChannel, WorkerChannel
 from .wait import Waiter
@@ -60,7 +61,7 @@ def _buffer(size: int) -> memoryview:
         return memoryview(bytearray(size))
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return memoryview(memory[start : start + size])
+    return memoryview(memory[start : start + size])  # type: ignore[arg-type]
 
 
 def _announced(message: memoryview) -> int:
@@ -79,7 +80,9 @@ class _Sender:
         self.comm = comm
         self.requests: list[MPI.Request] = []
 
-    def send(self, message: bytes, ranks: Sequence[int], tag: int, fragment_tag: int) -> partial[None]:
+    def send(
+        self, message: bytes, ranks: Sequence[int], tag: int, fragment_tag: int
+    ) -> partial[None]:
         """Return the step that posts `message` to all of `ranks`."""
         isend = self.comm.Isend
         if len(message) <= EAGER:
@@ -99,7 +102,7 @@ class _Sender:
 
     def pump(self) -> None:
         if self.requests:
-            # In place, and Test() of what has completed before is harmless: an interrupt loses none.
+            # In place; Test() of what has completed before is harmless. An interrupt loses none.
             self.requests[:] = [request for request in self.requests if not request.Test()]
 
     def done(self) -> bool:
@@ -130,7 +133,7 @@ class _Incoming:
         if not self.requests:
             parts = _fragments(self.buffer)
             self.requests.extend(map(self.comm.Irecv, parts, repeat(self.source), repeat(self.tag)))
-        return self.buffer if all([request.Test() for request in self.requests]) else None
+        return self.buffer if all(r.Test() for r in self.requests) else None
 
 
 class MPIControllerChannel(ControllerChannel):
@@ -321,9 +324,7 @@ class MPIWorkerChannel(WorkerChannel):
 
     def _acknowledge(self) -> None:
         self._acked = (self._number, self._bytes)
-        self._sender.requests.append(
-            self._comm.Isend(np.array(self._acked, np.uint64), 0, TAG_ACK)
-        )
+        self._sender.requests.append(self._comm.Isend(np.array(self._acked, np.uint64), 0, TAG_ACK))
 
     def reply(self, parts: Sequence[Part]) -> None:
         self._sender.send(assemble(parts), (0,), TAG_REPLY, TAG_REPLY_FRAGMENT)()

@@ -2,9 +2,9 @@
 
 Everything that a worker or the controller can wait for (a command, a reply, room in a channel, the
 arrival of the peers) goes through `Waiter.until`. MPI's own blocking calls would burn a core for as
-long as they wait and answer neither to signals nor to failed peers, so the wait polls: at full speed
-with yields for some microseconds, since most waits of a busy session are that short, and then with
-sleeps that grow to a millisecond, which leaves a waiting process at about 1 % of a core.
+long as they wait and answer neither to signals nor to failed peers, so the wait polls: at full
+speed with yields for some microseconds, since most waits of a busy session are that short, and then
+with sleeps that grow to a millisecond, which leaves a waiting process at about 1 % of a core.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ class Waiter:
         """
         self._hooks.append(hook)
 
+    def remove_hook(self, hook: Callable[[bool], object]) -> None:
+        """Take back `add_hook`, if it was called."""
+        self._hooks = [h for h in self._hooks if h != hook]
+
     def until(
         self,
-        ready: Callable[[], T],
+        ready: Callable[[], T | None],
         what: Callable[[], str],
         *,
         timeout: float | None = None,

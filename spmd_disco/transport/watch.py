@@ -1,8 +1,9 @@
 """The watcher: a thread of every rank that looks after what the others cannot see.
 
 * It tells a worker of the controller's interrupt while the worker's own thread runs user code.
-* It sees that a worker sits in an MPI call of the user's for a peer that failed in the same command,
-  which nothing but the end of the job can release, and ends it after the grace period, with a report.
+* It sees that a worker sits in an MPI call of the user's for a peer that failed in the same
+  command, which nothing but the end of the job can release, and ends the job after the grace
+  period, with a report.
 * On the controller, its polling keeps MPI's progress going while the user's program does other
   things.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
-#: What Open MPI needs where the tests run: as root, with more ranks than cores, without UCX's noise.
+#: What Open MPI needs where the tests run: as root, with more ranks than cores, without UCX.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -165,6 +165,16 @@ def plain(start: Start) -> Run:
         return start(1, *args, command=[sys.executable], **options).wait()
 
     return plain
+
+
+@pytest.fixture
+def alone(plain: Run) -> Run:
+    """Run ``python -m spmd_disco`` on one rank without mpiexec, which takes less time."""
+
+    def alone(*args: str, **options: object) -> Ended:
+        return plain("-m", "spmd_disco", *args, **options)
+
+    return alone
 
 
 @pytest.fixture

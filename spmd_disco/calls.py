@@ -1,0 +1,132 @@
+"""How a call becomes bytes: which function it means, and its arguments with DRefs in them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
+
+from . import pickling, registry
+from .codec import (
+    DIGEST_SIZE,
+    FunctionKind,
+    Part,
+    RegisterRef,
+    encode_arguments,
+    encode_function,
+    encode_value,
+    replace_containers,
+)
+from .dref import DRef
+
+if TYPE_CHECKING:
+    from .sessions import Session
+
+__all__ = ["CallEncoder", "encode_plain"]
+
+
+class CallEncoder:
+    """Encode the calls of one session.
+
+    Parameters
+    ----------
+    session : Session
+        Whose DRefs may stand among the arguments.
+    known_codes : container of bytes
+        Digests of the functions that the workers remember.
+    """
+
+    def __init__(self, session: Session, known_codes: Container[bytes]) -> None:
+        self._session = session
+        self._known_codes = known_codes
+
+    def reference(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
+        """Encode which function to call; also return the code that goes along, if any does."""
+        if isinstance(func, DRef):
+            self._session._own(func)
+            return encode_function(FunctionKind.REGISTER, func.reg_id), None
+        if isinstance(func, str):
+            function = registry.get_global_func(func, allow_missing=True)
+            if function is None:
+                registry.resolve(func)
+                return encode_function(FunctionKind.IMPORT, func), None
+            name = encode_function(FunctionKind.GLOBAL, func)
+            if (getattr(function, "__module__", None) or "").startswith("spmd_disco."):
+                return name + encode_function(FunctionKind.NONE, None), None
+            definition, code = self.reference(function)
+            return name + definition, code
+        if not callable(func):
+            raise TypeError(
+                f"{func!r} cannot be called: give a callable, the name of a global function, a "
+                "dotted path or a DRef"
+            )
+        path = registry.importable(func)
+        if path is not None:
+            return encode_function(FunctionKind.IMPORT, path), None
+        return self._by_value(func)
+
+    def _by_value(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
+        # Pickled anew each time, so that a global that has changed since counts.
+        try:
+            code = pickling.dumps(func)
+        except Exception as e:
+            raise TypeError(f"the function {func!r} cannot be pickled: {e}") from e
+        digest = hashlib.blake2b(code, digest_size=DIGEST_SIZE).digest()
+        if digest in self._known_codes:
+            reference = encode_function(FunctionKind.KNOWN, digest)
+        else:
+            reference = encode_function(FunctionKind.CODE, digest, code)
+        return reference, (digest, code)
+
+    def _substitute(self, value: Any) -> Any:
+        if isinstance(value, DRef):
+            self._session._own(value)
+            return RegisterRef(value.reg_id)
+        return value
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Part], int]:
+        """Encode the arguments of a call, with references in the place of DRefs."""
+        plain = [self._substitute(arg) for arg in args]
+        named = {key: self._substitute(arg) for key, arg in kwargs.items()}
+        try:
+            return encode_arguments(plain, named)
+        except MemoryError:
+            raise
+        except Exception:
+            # Most likely a DRef in a container. Those are looked for only now: a walk through
+            # every large list would cost more than its pickle.
+            memo: dict[int, Any] = {}
+            plain, named = replace_containers([plain, named], self._substitute, memo)
+        try:
+            return encode_arguments(plain, named)
+        except MemoryError:
+            raise
+        except Exception as e:
+            raise self._unpicklable(plain, named, e) from e
+
+    @staticmethod
+    def _unpicklable(plain: list[Any], named: dict[str, Any], error: Exception) -> TypeError:
+        """Name the argument that cannot be pickled."""
+        for name, value in [*enumerate(plain), *named.items()]:
+            try:
+                encode_value(value)
+            except Exception as e:
+                which = f"argument {name}" if isinstance(name, int) else f"the argument {name!r}"
+                return TypeError(f"{which} (of type {type(value).__name__}) cannot be pickled: {e}")
+        return TypeError(f"the arguments cannot be pickled: {error}")
+
+
+def encode_plain(value: Any, name: str) -> tuple[list[Part], int]:
+    """Encode a value without DRefs, which error texts call `name`.
+
+    Raises
+    ------
+    TypeError
+        It cannot be pickled.
+    """
+    try:
+        return encode_value(value)
+    except MemoryError:
+        raise
+    except Exception as e:
+        raise TypeError(f"{name} (of type {type(value).__name__}) cannot be pickled: {e}") from e

@@ -1,0 +1,90 @@
+"""How an exception on a worker becomes a `Failure` that can travel."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from . import pickling
+from .errors import Failure, InheritedFailure, PeerError
+
+__all__ = ["describe_failure", "function_name"]
+
+#: Characters of a message or a traceback that travel.
+MAX_TEXT = 32_000
+#: Bytes of an exception that travels itself.
+MAX_PICKLE = 256 * 1024
+
+
+def describe_failure(
+    error: BaseException, worker_id: int, host: str, function: str, command: int
+) -> Failure:
+    """Return the failure of a command with `error`."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    return Failure(
+        worker_id=worker_id,
+        host=host,
+        function=function,
+        command=command,
+        type=name,
+        message=cut(_text_of(error)),
+        traceback=cut(_traceback_of(error)),
+        consequence=isinstance(error, PeerError | InheritedFailure),
+        pickled=_pickled(error),
+    )
+
+
+def function_name(function: Any) -> str:
+    """Return how failures and reports name what a command calls."""
+    if function is None:
+        return "?"
+    if isinstance(function, str):
+        return function.replace(":", ".")
+    if isinstance(function, int):
+        return f"register {function}"
+    if isinstance(function, bytes):
+        return "a function sent by value"
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    module = getattr(function, "__module__", None)
+    return name if module in (None, "__main__", "builtins") else f"{module}.{name}"
+
+
+_INTERPRETER = f"{__package__}.worker"
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text`, with its middle left out where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as e:
+        return f"<its text raises {type(e).__name__}>"
+
+
+def _traceback_of(error: BaseException) -> str:
+    # The first frames are the interpreter's own.
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") == _INTERPRETER:
+        tb = tb.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, tb))
+    except Exception as e:
+        return f"{type(error).__name__} (formatting its traceback raises {type(e).__name__})\n"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle the exception for `__cause__`; None where that cannot be done, which loses no text."""
+    try:
+        data = pickling.dumps(error)
+    except Exception:
+        return None
+    return data if len(data) <= MAX_PICKLE else None

@@ -1,0 +1,210 @@
+"""What a session over MPI has on one rank: communicators, planes, and the worker or controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ._version import __version__
+from .controller import Controller
+from .device import cpu
+from .errors import DiscoError
+from .interrupt import WorkerInterrupts
+from .output import WorkerOutput
+from .protocol import DiscoAction, Reply, decode_command, encode_reply
+from .transport.wait import Waiter
+from .worker import Worker, WorkerInfo
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Rank"]
+
+
+class Rank:
+    """What a session has on one rank; it outlives the handle, which a program may just drop.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    num_groups : int
+    timeout : float or None
+    """
+
+    def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
+        self._waiter = Waiter(timeout)
+        self._comms: list[MPI.Intracomm] = []
+        self._control = self._duplicate(comm)
+        self._agree(num_groups, timeout)
+        data, user = self._duplicate(comm), self._duplicate(comm)
+        group, user_group = data, user
+        if num_groups > 1:
+            color = comm.rank // (comm.size // num_groups)
+            group, user_group = self._split(data, color), self._split(user, color)
+        from .transport.mpi_ccl import MPICCL
+
+        self._ccl = MPICCL(data, group, self._waiter, num_groups=num_groups)
+        self._info = WorkerInfo(
+            worker_id=comm.rank,
+            num_workers=comm.size,
+            num_groups=num_groups,
+            device=cpu(),
+            comm=user,
+            group_comm=user_group,
+        )
+        self._output = WorkerOutput(comm.rank)
+        self.controller: Controller | None = None
+        self.served = False
+        #: Whether the session is over on this rank.
+        self.ended = False
+        if comm.rank == 0:
+            self._be_controller()
+        else:
+            self._be_worker()
+        self._watch()
+
+    # Opening --------------------------------------------------------------------------------------
+
+    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        # Not Dup(), which would wait in MPI for ranks that come late, or never.
+        new, request = comm.Idup()
+        self._waiter.until(request.Test, lambda: "all ranks to open the session", limited=False)
+        return self._first_use(new)
+
+    def _split(self, comm: MPI.Intracomm, color: int) -> MPI.Intracomm:
+        new = comm.Split(color, comm.rank)
+        assert isinstance(new, type(comm))
+        return self._first_use(new)
+
+    def _first_use(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        self._comms.append(comm)
+        # mpi4py's first pickled collective on a communicator duplicates it while it holds the GIL,
+        # and may deadlock once there are threads (mpi4py issue 784).
+        comm.bcast(None)
+        return comm
+
+    def _agree(self, num_groups: int, timeout: float | None) -> None:
+        mine = (num_groups, timeout, __version__)
+        given = self._control.allgather(mine)
+        if any(other != given[0] for other in given):
+            self._free()
+            ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))
+            raise ValueError(
+                f"all ranks must open a session alike; num_groups, timeout and version are: {ranks}"
+            )
+
+    def _be_controller(self) -> None:
+        from .transport.mpi_channel import MPIControllerChannel
+
+        # The controller pumps the data plane under its lock.
+        self._waiter.remove_hook(self._ccl.pump)
+        channel = MPIControllerChannel(self._control, self._waiter)
+        self.controller = Controller(
+            channel, self._make_worker, self._waiter, self._output, self.describe
+        )
+        self.worker = self.controller.worker
+        self._busy: Callable[[], bool] = channel.busy
+        self.controller.interrupts.install()
+
+    def _be_worker(self) -> None:
+        from .transport.mpi_channel import MPIWorkerChannel
+
+        self._channel = MPIWorkerChannel(self._control, self._waiter)
+        self._waiter.add_hook(self._ccl.pump)
+        self.worker = self._make_worker(lambda reply: self._channel.reply(encode_reply(reply)))
+        self._busy = lambda: False
+
+    def _make_worker(self, reply: Callable[[Reply], None]) -> Worker:
+        # On worker 0 the output's own leave() ends a command.
+        after = self._output.end_command if self._info.worker_id else None
+        return Worker(self._info, self._ccl, reply, after)
+
+    def _watch(self) -> None:
+        from .transport.watch import Watcher
+
+        self._watcher = None
+        if self._info.num_workers > 1 and Watcher.available():
+            self._watcher = Watcher(self._control, self.worker, self._busy)
+            self._watcher.start()
+        if self.controller is not None:
+            self.controller.watcher = self._watcher
+
+    def describe(self) -> str:
+        """Return how texts call the session."""
+        info = self._info
+        groups = f" in {info.num_groups} groups" if info.num_groups > 1 else ""
+        closed = " (shut down)" if self.controller is not None and self.controller.closed else ""
+        return f"MPISession: {info.num_workers} workers{groups}{closed}"
+
+    # Serving --------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Work off commands until the one that shuts down."""
+        if self.served:
+            return
+        self.served = True
+        worker, channel, ccl = self.worker, self._channel, self._ccl
+        interrupts = WorkerInterrupts(
+            lambda: worker.running and worker.number <= worker.interrupted_through
+        )
+        level = logging.getLogger().level
+        interrupts.install()
+        self._output.enter()
+        try:
+            while not worker.closed:
+                message = channel.receive()
+                command = decode_command(message)
+                worker.execute(command)
+                channel.done(command.number, len(message))
+                if ccl.outstanding:
+                    ccl.pump(False)
+        finally:
+            self._output.leave()
+            interrupts.remove()
+            logging.getLogger().setLevel(level)
+        channel.close()
+        self._end()
+
+    # Closing --------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Cancel what the other workers have been told to do so far."""
+        if self._watcher is not None:
+            self._watcher.interrupt()
+
+    def shutdown(self, timeout: float | None) -> None:
+        """On the controller: work everything off, then close on all ranks."""
+        controller = self.controller
+        if controller is None:
+            raise DiscoError("the controller, on rank 0, shuts a session down")
+        if controller.closed:
+            return
+        controller.check()
+        everyone = range(self._info.num_workers)
+        # A time-out or an interrupt strikes in here, while the session is whole.
+        number = controller.submit(DiscoAction.SYNC_WORKER)
+        replies = list(controller.wait(number, everyone, timeout).values())
+        controller.add_failures(replies)
+        with controller.lock, controller.interrupts.deferred():
+            # From here on it is a matter of microseconds, as all workers have nothing else to do.
+            number = controller.submit(DiscoAction.SHUT_DOWN)
+            replies = list(controller.wait(number, everyone, None).values())
+            controller.closed = True
+            controller.channel.close()
+            self._end()
+        controller.interrupts.remove()
+        error = controller.take_failures(replies)
+        if error is not None:
+            raise error
+
+    def _end(self) -> None:
+        self.ended = True
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._free()
+
+    def _free(self) -> None:
+        for comm in reversed(self._comms):
+            comm.Free()
+        self._comms.clear()
