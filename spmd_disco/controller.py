@@ -84,7 +84,7 @@ class Controller:
         self.num_workers = self.worker.info.num_workers
         self.waiter = waiter
         self.watcher: Watcher | None = None
-        self.interrupts = ControllerInterrupts()
+        self.interrupts = ControllerInterrupts(self._cancel_own_half)
         #: Registers whose handles have died. Finalisers append to it, and do nothing else.
         self.dead: deque[int] = deque()
         self.registers = itertools.count(1)
@@ -179,6 +179,8 @@ class Controller:
                     error = worker.execute(self._own_copy(message, flags))
             except BaseException as e:
                 if channel.published == number and worker.finished != number:
+                    if isinstance(e, KeyboardInterrupt):
+                        worker.interrupted_through = number
                     worker.abandon(decode_command(message), e)
                     self._interrupt_workers()
                 raise
@@ -199,6 +201,10 @@ class Controller:
         self.codes.move_to_end(digest)
         if len(self.codes) > CODE_CACHE:
             self.codes.popitem(last=False)
+
+    def _cancel_own_half(self) -> None:
+        if self.worker.running:
+            self.worker.interrupted_through = self.worker.number
 
     def _interrupt_workers(self) -> None:
         if self.watcher is not None:

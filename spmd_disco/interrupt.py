@@ -47,10 +47,16 @@ class ControllerInterrupts(_Handler):
 
     A KeyboardInterrupt that a worker function raises by itself is that function's failure and no
     more; one that comes from the terminal also ends what the controller is doing.
+
+    Parameters
+    ----------
+    on_hit : callable
+        Called when one has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_hit: Callable[[], None]) -> None:
         super().__init__()
+        self._on_hit = on_hit
         self.hit = False
         self._defer = False
         self._pending = False
@@ -75,6 +81,7 @@ class ControllerInterrupts(_Handler):
         if self._defer:
             self._pending = True
             return
+        self._on_hit()
         signal.default_int_handler(number, frame)
 
 

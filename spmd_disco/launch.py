@@ -77,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.action == "info":
         from .info import collect
 
-        text = collect(world)
-        if text:
-            sys.stdout.write(text)
+        sys.stdout.write(collect(world) or "")
         return 0
     if world.size == 1 and not (options.allow_singleton or flag("ALLOW_SINGLETON", False)):
         why = trap(os.environ, MPI.get_vendor()[0])
@@ -180,6 +178,11 @@ class _Ending:
         self._pid = os.getpid()
         self._interrupt = False
         self._patience: float | None = None
+        from .mpi_session import _hook_finalize
+
+        # A session's own exit handler closes it for good: registered now, it comes after `_close`
+        # (and so after the program's callbacks, which may still use the session).
+        _hook_finalize()
         atexit.register(self._close)
 
     def reset(self) -> None:
@@ -283,6 +286,12 @@ class _Ending:
 
     def _report(self, unobserved: WorkerError) -> None:
         """Print failures that the program has never asked about: they must not pass for success."""
+        if self._interrupt:
+            # What the workers were doing has been cancelled: that is no news.
+            left = [f for f in unobserved.failures if f.type != "KeyboardInterrupt"]
+            if all(f.consequence for f in left):
+                return
+            unobserved = WorkerError(left, unobserved.dropped)
         print(f"spmd_disco: failed on the workers:\n{unobserved}", file=sys.stderr, flush=True)
         if self.status & 0xFF == 0:
             self.status = 1

@@ -103,8 +103,9 @@ class MPISession(Session):
     def _controller(self) -> Controller:
         if self._rank.controller is None:
             raise DiscoError(
-                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the controller on "
-                "rank 0 drives: call serve() here, or use «with» and «if sess is not None:»"
+                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the "
+                "controller on rank 0 drives: call serve() here, or use «with» and "
+                "«if sess is not None:»"
             )
         return self._rank.controller
 

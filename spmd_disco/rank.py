@@ -79,9 +79,9 @@ class Rank:
 
     def _first_use(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         self._comms.append(comm)
-        # mpi4py's first pickled collective on a communicator duplicates it while it holds the GIL,
+        # mpi4py's first pickled reduction on a communicator duplicates it while it holds the GIL,
         # and may deadlock once there are threads (mpi4py issue 784).
-        comm.bcast(None)
+        comm.allreduce(0)
         return comm
 
     def _agree(self, num_groups: int, timeout: float | None) -> None:
@@ -201,7 +201,7 @@ class Rank:
     def _end(self) -> None:
         self.ended = True
         if self._watcher is not None:
-            self._watcher.stop()
+            self._watcher.stop(self._waiter)
         self._free()
 
     def _free(self) -> None:

@@ -346,10 +346,15 @@ class Worker:
             and command.register not in self.registers
         ):
             self.registers[command.register] = Failed(failure)
+        # Who pressed Ctrl-C knows that what ran then was cancelled, and what waited for it.
+        cancelled = command.number <= self.interrupted_through and (
+            failure.consequence or isinstance(error, KeyboardInterrupt)
+        )
         if len(self._failures) < MAX_FAILURES:
-            self._failures.append(failure)
+            if not cancelled:
+                self._failures.append(failure)
         else:
-            self._dropped += 1
+            self._dropped += not cancelled
         self.recent_failures[command.number] = failure
         if len(self.recent_failures) > MAX_FAILURES:
             self.recent_failures.popitem(last=False)

@@ -40,6 +40,8 @@ def host_array(x: Any, what: str) -> Array:
     TypeError
         `x` is something else, or its elements cannot be copied between processes.
     """
+    if type(x) is np.ndarray and not x.dtype.hasobject:
+        return x
     if not isinstance(x, np.ndarray):
         hint = ""
         if hasattr(x, "__cuda_array_interface__"):
@@ -54,7 +56,7 @@ def host_array(x: Any, what: str) -> Array:
             f"{what} has dtype {x.dtype}, which holds references to Python objects; only values "
             "can be moved between workers: convert it to a numeric or fixed-size dtype"
         )
-    return x if type(x) is np.ndarray else x.view(np.ndarray)
+    return x.view(np.ndarray)
 
 
 def _name(cls: type) -> str:
@@ -71,9 +73,10 @@ def check_destination(x: Array, what: str) -> None:
     ValueError
         It is read-only, or several elements share their memory (a broadcast view).
     """
-    if not x.flags.writeable:
+    flags = x.flags
+    if not flags.writeable:
         raise ValueError(f"{what} is read-only and cannot be a destination; pass a copy")
-    if not x.flags.c_contiguous and any(
+    if not flags.c_contiguous and any(
         stride == 0 and length > 1 for stride, length in zip(x.strides, x.shape, strict=True)
     ):
         raise ValueError(

@@ -27,24 +27,33 @@ MOST_BYTES = 1 << 30
 #: parts from all of them then stay in the cache.
 REDUCED_AT_A_TIME = 1 << 20
 
-_TYPES: dict[str, MPI.Datatype] = {
+_TYPES: dict[np.dtype[Any], MPI.Datatype] = {
     # First, since they are float64 and complex128 on some machines.
-    np.dtype(np.longdouble).name: MPI.LONG_DOUBLE,
-    np.dtype(np.clongdouble).name: MPI.C_LONG_DOUBLE_COMPLEX,
-    "int8": MPI.INT8_T,
-    "int16": MPI.INT16_T,
-    "int32": MPI.INT32_T,
-    "int64": MPI.INT64_T,
-    "uint8": MPI.UINT8_T,
-    "uint16": MPI.UINT16_T,
-    "uint32": MPI.UINT32_T,
-    "uint64": MPI.UINT64_T,
-    "float32": MPI.FLOAT,
-    "float64": MPI.DOUBLE,
-    "complex64": MPI.C_FLOAT_COMPLEX,
-    "complex128": MPI.C_DOUBLE_COMPLEX,
+    np.dtype(np.longdouble): MPI.LONG_DOUBLE,
+    np.dtype(np.clongdouble): MPI.C_LONG_DOUBLE_COMPLEX,
+    np.dtype(np.int8): MPI.INT8_T,
+    np.dtype(np.int16): MPI.INT16_T,
+    np.dtype(np.int32): MPI.INT32_T,
+    np.dtype(np.int64): MPI.INT64_T,
+    np.dtype(np.uint8): MPI.UINT8_T,
+    np.dtype(np.uint16): MPI.UINT16_T,
+    np.dtype(np.uint32): MPI.UINT32_T,
+    np.dtype(np.uint64): MPI.UINT64_T,
+    np.dtype(np.float32): MPI.FLOAT,
+    np.dtype(np.float64): MPI.DOUBLE,
+    np.dtype(np.complex64): MPI.C_FLOAT_COMPLEX,
+    np.dtype(np.complex128): MPI.C_DOUBLE_COMPLEX,
 }
 _OPS = {"add": MPI.SUM, "multiply": MPI.PROD, "minimum": MPI.MIN, "maximum": MPI.MAX}
+
+
+def _mpi_type(dtype: np.dtype[Any]) -> MPI.Datatype:
+    found = _TYPES.get(dtype)
+    if found is None:
+        # Types of the same size that compare equal may hash differently (long, long long).
+        found = next(datatype for known, datatype in _TYPES.items() if known == dtype)
+        _TYPES[dtype] = found
+    return found
 
 
 class Move:
@@ -172,7 +181,7 @@ class Moves:
         return steps
 
     def _reduce_by_mpi(self, how: Reduction, send: Array, recv: Array, steps: list[Step]) -> None:
-        datatype = _TYPES[how.work.name]
+        datatype = _mpi_type(how.work)
         op = _OPS[how.ufunc]
         count = recv.size
         if recv.nbytes <= MOST_BYTES:

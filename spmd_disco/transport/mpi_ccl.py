@@ -138,11 +138,11 @@ class MPICCL(CCL):
 
     @property
     def outstanding(self) -> bool:
-        if self.num_workers == 1:
-            return False
-        return self._mailbox.pending or any(
-            positions.pending or positions.asked > positions.left for positions in self._positions
-        )
+        # Asked at every command, so without generators.
+        for positions in self._positions:
+            if positions.outstanding or positions.pending or positions.asked > positions.left:
+                return True
+        return self._mailbox.pending
 
     def pump(self, idle: bool) -> None:
         # Another thread that has the lock makes progress itself.
@@ -217,8 +217,8 @@ class MPICCL(CCL):
         self._wait = (operation, index, members.where)
         try:
             while True:
-                if self._unsettled():
-                    self._settle(positions)
+                if positions.gone < command and self._unsettled():
+                    self._settle(positions, command)
                 if positions.gone >= command:
                     worker, told = positions.who_left(command)
                     raise PeerError(
@@ -246,18 +246,26 @@ class MPICCL(CCL):
             self._arriving = None
 
     def _unsettled(self) -> bool:
-        return any(positions.pending for positions in self._positions)
+        for positions in self._positions:  # noqa: SIM110 (a generator costs a microsecond)
+            if positions.outstanding:
+                return True
+        return False
 
-    def _settle(self, here: Positions) -> None:
+    def _settle(self, here: Positions, command: int | None = None) -> None:
         """See earlier posts through: all of those here, and abandoned arrivals anywhere.
 
         A member that goes on to arrive elsewhere while it owes a move could be waited for by one
         that it waits for itself, in two moves on two communicators.
+
+        It ends early when it turns out that somebody has left `command`: then this member does not
+        arrive any more, and the others need not complete what is outstanding.
         """
 
         def settled() -> bool:
             for positions in self._positions:
                 positions.progress()
+            if command is not None and here.gone >= command:
+                return True
             return not here.outstanding and not any(p.arrived for p in self._positions)
 
         here.forget_deferred()

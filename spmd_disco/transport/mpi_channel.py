@@ -47,6 +47,9 @@ WINDOW_BYTES = 64 * 1024 * 1024
 ACK_COMMANDS = 512
 ACK_BYTES = 4 * 1024 * 1024
 
+#: The number in a worker's last acknowledgement.
+_LAST = 2**64 - 1
+
 #: Completed sends are dropped from the list when there are so many.
 KEEP_REQUESTS = 64
 
@@ -267,12 +270,12 @@ class MPIControllerChannel(ControllerChannel):
 
     def close(self) -> None:
         self._waiter.until(self._sender.done, lambda: "messages to the workers")
-        barrier = self._comm.Ibarrier()
 
+        # Nothing may be left for a later communicator to which MPI gives the context of this one.
+        # The last replies have been taken; the last acknowledgements say that they are.
         def all_here() -> bool:
             self._poll_acks()
-            self.poll()
-            return barrier.Test()
+            return bool((self._acks[1:, 0] == _LAST).all())
 
         self._waiter.until(all_here, lambda: "the workers to leave the session")
 
@@ -336,6 +339,6 @@ class MPIWorkerChannel(WorkerChannel):
         self._sender.pump()
 
     def close(self) -> None:
+        self._number = _LAST
+        self._acknowledge()
         self._waiter.until(self._sender.done, lambda: "messages to the controller")
-        barrier = self._comm.Ibarrier()
-        self._waiter.until(barrier.Test, lambda: "the others to leave the session")

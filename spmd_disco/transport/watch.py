@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -31,6 +32,7 @@ from .mpi_channel import TAG_WATCH
 
 if TYPE_CHECKING:
     from ..worker import Worker
+    from .wait import Waiter
 
 __all__ = ["Watcher"]
 
@@ -82,14 +84,27 @@ class Watcher:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop the thread, and wait for its end."""
+    def stop(self, waiter: Waiter) -> None:
+        """Stop the thread. Collective: no message of ours may be left for a later session.
+
+        MPI may give the communicator that such a session makes the context of this one.
+        """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        # Small and eager; whoever they were for may have left.
+        status = MPI.Status()
+
+        def swallow(request: MPI.Request) -> bool:
+            while self._comm.Iprobe(MPI.ANY_SOURCE, TAG_WATCH, status):
+                data = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv(data, status.Get_source(), TAG_WATCH)
+            return request.Test()
+
+        # These were sent synchronously: what is complete has been received.
         for request in self._requests:
-            request.Test()
+            waiter.until(partial(swallow, request), lambda: "the other ranks to stop watching")
+        barrier = self._comm.Ibarrier()
+        waiter.until(partial(swallow, barrier), lambda: "the other ranks to stop watching")
 
     def interrupt(self) -> None:
         """On the controller: cancel the commands so far on all other workers."""
@@ -101,7 +116,7 @@ class Watcher:
         data = pickle.dumps(message)
         with self._sending:
             self._requests = [r for r in self._requests if not r.Test()]
-            self._requests.append(self._comm.Isend(data, rank, TAG_WATCH))
+            self._requests.append(self._comm.Issend(data, rank, TAG_WATCH))
 
     # The thread -----------------------------------------------------------------------------------
 

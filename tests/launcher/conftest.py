@@ -27,7 +27,8 @@ OPEN_MPI = {
 }
 #: What Open MPI prints itself when a rank ends with another status than 0, and on its own races.
 BANNER = re.compile(
-    r"-{60,}\n(?:.*\n)*?-{60,}\n|^\[[^]\n]*\] (?:PMIX|PRTE) ERROR.*\n", re.MULTILINE
+    r"-{60,}\n(?:.*\n)*?-{60,}\n|^\[[^]\n]*\] (?:PMIX|PRTE) ERROR.*\n|^\[warn\] Epoll .*\n",
+    re.MULTILINE,
 )
 #: A job that takes longer is a failure; what is left of it is killed.
 LIMIT = 60.0
