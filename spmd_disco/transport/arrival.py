@@ -80,6 +80,7 @@ _HEAD = struct.Struct("<BxxxIq")
 #: Operation, kind (255 for none), number of dimensions, elements, the first dimensions, digest of
 #: the dtype, digest of the shape, text of the dtype.
 _SIGNATURE = struct.Struct("<BBBxxxxxq6q8s8s40s")
+_pack_head = _HEAD.pack
 _DIMENSIONS = 6
 _NO_KIND = 255
 
@@ -134,15 +135,10 @@ def same_dtype_and_count(a: bytes, b: bytes) -> bool:
 
 
 def make_record(
-    state: State,
-    index: int,
-    command: int,
-    signature: bytes = _NO_SIGNATURE,
-    *,
-    pack: Any = _HEAD.pack,
+    state: State, ordinal: int, command: int, signature: bytes = _NO_SIGNATURE
 ) -> bytes:
     """Return the record of one member."""
-    return pack(state, index, command) + signature  # type: ignore[no-any-return]
+    return _pack_head(state, ordinal, command) + signature
 
 
 def parse(block: bytes | bytearray | memoryview) -> list[Record]:

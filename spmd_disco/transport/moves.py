@@ -176,7 +176,7 @@ class Moves:
             self._reduce_by_mpi(how, send, recv, steps)
         else:
             self._reduce_by_parts(how, send, recv, steps)
-        if how.divide and self.size > 1:
+        if how.divide:
             self._divide(how, recv, steps)
         return steps
 

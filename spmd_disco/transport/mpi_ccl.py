@@ -39,7 +39,7 @@ from .layout import (
 )
 from .moves import Move, Moves
 from .p2p import Mailbox
-from .positions import Position, Positions
+from .positions import Positions
 from .reduce import Reduction, reduction
 from .wait import Waiter
 
@@ -224,26 +224,20 @@ class MPICCL(CCL):
                     raise PeerError(
                         peer_text(worker, told, command, _phrase(operation, index, members.where))
                     )
+                self._arriving = positions
                 position = positions.post(State.ARRIVED, command, record, move)
-                self._complete(positions, position)
-                if position.verdict is Verdict.MOVE:
+                # A hook may complete it meanwhile; Test then says so again.
+                self._waiter.until(position.slot.request.Test, self._what)
+                if position.verdict is None:
+                    positions.progress()
+                verdict = position.verdict
+                if verdict is Verdict.MOVE:
                     return
-                if position.verdict is Verdict.MISMATCH:
+                if verdict is Verdict.MISMATCH:
                     assert position.block is not None
                     raise ValueError(mismatch_text(position.block, positions.ids, members.where))
         finally:
-            self._wait = None
-
-    def _complete(self, positions: Positions, position: Position) -> None:
-        """Wait until all members have posted at `position`, and do what follows."""
-        self._arriving = positions
-        try:
-            # A hook may complete it meanwhile; Test then says so again.
-            self._waiter.until(position.slot.request.Test, self._what)
-            if position.verdict is None:
-                positions.progress()
-        finally:
-            self._arriving = None
+            self._wait = self._arriving = None
 
     def _unsettled(self) -> bool:
         for positions in self._positions:  # noqa: SIM110 (a generator costs a microsecond)
@@ -452,8 +446,7 @@ class MPICCL(CCL):
                         self._settle(positions)
                         if positions.shut_down:
                             break
-                        position = positions.post(State.SHUTDOWN, command, record)
-                        self._complete(positions, position)
+                        positions.post(State.SHUTDOWN, command, record)
                 if self.num_workers > 1:
                     self._mailbox.close(self._what)
             finally:
@@ -523,14 +516,14 @@ def _check_parts(
 def _allreduce_move(moves: Moves, how: Reduction, send: Array, recv: Array) -> Move:
     """Prepare a reduction: what is not contiguous or of another dtype goes through a copy."""
     work = how.work
-    quiet = how.native and how.divide is None and work == send.dtype
+    quiet = how.plain and work == send.dtype
     source, target = send, recv
     after: list[Step] = []
     if work == np.uint8 and send.dtype == np.bool_:
         source = packed(send).view(np.uint8)
         if recv.flags.c_contiguous:
             target = recv.view(np.uint8)
-    elif send.dtype != work or not send.flags.c_contiguous:
+    elif not (quiet and send.flags.c_contiguous):
         with np.errstate(all="ignore"):
             source = packed(send, work)
     if target.dtype != work or not target.flags.c_contiguous:
@@ -543,7 +536,9 @@ def _allreduce_move(moves: Moves, how: Reduction, send: Array, recv: Array) -> M
         result = source.copy() if source is target else np.empty_like(target)
         return moves.allreduce(how, result if source is target else source.copy(), result)
 
-    return Move([*moves.allreduce(how, source, target), *after], detached, quiet)
+    steps = moves.allreduce(how, source, target)
+    steps += after
+    return Move(steps, detached, quiet)
 
 
 def _copy_move(

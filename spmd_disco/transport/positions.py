@@ -34,7 +34,7 @@ class _Slot:
         self.request: Any = comm.Allgather_init(
             (self.mine, RECORD_SIZE, MPI.BYTE), (self.block, RECORD_SIZE, MPI.BYTE)
         )
-        self.start: Step = partial(self.request.Start)
+        self.start: tuple[Step] = (partial(self.request.Start),)
 
 
 class Position:
@@ -106,11 +106,12 @@ class Positions:
 
     def post(self, state: State, command: int, record: bytes, move: Move | None = None) -> Position:
         """Post a record at the next position; there is room for it."""
-        number = self.outstanding[-1][1].number + 1 if self.outstanding else self._next
+        outstanding = self.outstanding
+        number = outstanding[-1][1].number + 1 if outstanding else self._next
         slot = self._slots[number % MOST_OUTSTANDING]
         slot.mine[:] = record
         position = Position(number, slot, state, command, record, move)
-        post((slot.start,), (position,), self.outstanding)
+        post(slot.start, (position,), outstanding)
         return position
 
     def tell(self, state: State, command: int) -> None:
@@ -147,8 +148,9 @@ class Positions:
 
     def progress(self) -> None:
         """Look at the positions that are complete, in order, and post what was deferred."""
-        while self.outstanding:
-            position = self.outstanding[0][1]
+        outstanding = self.outstanding
+        while outstanding:
+            position = outstanding[0][1]
             if not position.slot.request.Test():
                 break
             self.look(position)
@@ -173,7 +175,8 @@ class Positions:
             position.block = bytes(slot.block)
             self._learn(parse(position.block))
         position.verdict = verdict
-        self._left = max(self._left, position.left)
+        if position.left > self._left:
+            self._left = position.left
         self._next = position.number + 1
         self.outstanding.popleft()
 

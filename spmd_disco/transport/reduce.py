@@ -7,7 +7,7 @@ each implementation, and it has no average.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -45,12 +45,22 @@ class Reduction:
     divide : str or None
         What an average does with the sum: "true" division, or division that "truncates" toward
         zero.
+
+    Attributes
+    ----------
+    plain : bool
+        Whether it is a single call of MPI.
     """
 
     work: np.dtype[Any]
     ufunc: Literal["add", "multiply", "minimum", "maximum"]
     native: bool
     divide: Literal["true", "truncate"] | None = None
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked at every operation.
+        object.__setattr__(self, "plain", self.native and self.divide is None)
 
 
 @lru_cache(maxsize=512)

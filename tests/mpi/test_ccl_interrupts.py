@@ -1,0 +1,173 @@
+"""Signal handlers that raise at any moment of an operation."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from spmd_disco.errors import DiscoTimeout, PeerError
+from spmd_disco.transport.mpi_ccl import MPICCL
+from spmd_disco.transport.wait import Waiter
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+
+class Strike(BaseException):
+    """What the signal handler raises."""
+
+
+class Striker:
+    """Raises once at a random moment after it has been armed."""
+
+    def __init__(self, seed: int) -> None:
+        self.armed = False
+        self.struck = 0
+        self.random = random.Random(seed)
+        self.previous = signal.signal(signal.SIGALRM, self.handle)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.armed:
+            self.armed = False
+            self.struck += 1
+            raise Strike
+
+    def arm(self) -> None:
+        self.armed = True
+        # From before the first record is posted to long waits for a peer.
+        signal.setitimer(signal.ITIMER_REAL, self.random.choice([2e-5, 1e-4, 1e-3]) + 1e-5)
+
+    def disarm(self) -> None:
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def close(self) -> None:
+        self.disarm()
+        signal.signal(signal.SIGALRM, self.previous)
+
+
+@pytest.fixture
+def striker() -> Iterator[Striker]:
+    striker = Striker(MPI.COMM_WORLD.rank)
+    yield striker
+    striker.close()
+
+
+def until_ended(function: Callable[[], None]) -> None:
+    """Call `function` again when it is interrupted, as the interpreter does."""
+    while True:
+        try:
+            return function()
+        except Strike:
+            continue
+
+
+def work(ccl: MPICCL, number: int, worker: int, size: int) -> None:
+    ids = np.arange(size)
+    send = np.full((3, 4), number * size + worker, np.int64)
+    recv = np.zeros((4, 3), np.int64).T
+    ccl.allreduce(send, "sum", False, recv)
+    assert (recv == (number * size + ids).sum()).all()
+    if number % 3 == 0:
+        floats = np.full(7, float(worker))
+        ccl.allreduce(floats, "max", False, floats)
+        assert (floats == size - 1).all()
+    if number % 4 == 0 and size > 1:
+        # The same everywhere, since messages of an interrupted command may be taken in a later one.
+        large = np.arange(3000)
+        ccl.send_to_worker(large, (worker + 1) % size)
+        taken = np.zeros_like(large)
+        ccl.recv_from_worker(taken, (worker - 1) % size)
+        assert (taken == large).all()
+    if number % 5 == 0:
+        half = np.full(2, number * size + worker, np.int16)
+        whole = np.zeros((size, 2), np.int16)
+        ccl.allgather(half, True, whole[: ccl.group_size])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_raising_signal_handlers(groups: int, striker: Striker) -> None:
+    world = MPI.COMM_WORLD
+    size, worker = world.size, world.rank
+    if size % groups:
+        pytest.skip(f"{size} workers have no {groups} equal groups")
+    comm, control = world.Dup(), world.Dup()
+    group_comm = comm if groups == 1 else comm.Split(worker // (size // groups))
+    waiter = Waiter(60)
+    ccl = MPICCL(comm, group_comm, waiter, num_groups=groups)
+    number = 0
+    for _ in range(20):
+        for _ in range(30):
+            number += 1
+            ccl.begin(number)
+            try:
+                if striker.random.random() < 0.5:
+                    striker.arm()
+                work(ccl, number, worker, size)
+                striker.disarm()
+            except (Strike, PeerError, ValueError):
+                striker.disarm()
+                if striker.random.random() < 0.3:
+                    striker.arm()
+                until_ended(lambda: ccl.fail(number))
+                striker.disarm()
+            if ccl.outstanding:
+                ccl.pump(False)
+        barrier = control.Ibarrier()
+        waiter.until(barrier.Test, lambda: "the others", idle=True)
+        # Whatever happened: what all come to works.
+        number += 1
+        ccl.begin(number)
+        work(ccl, number, worker, size)
+    total = world.allreduce(striker.struck)
+    assert total > 20
+    number += 1
+    ccl.begin(number)
+    striker.arm()
+    until_ended(lambda: ccl.close(number))
+    striker.disarm()
+    if groups > 1:
+        group_comm.Free()
+    comm.Free()
+    control.Free()
+
+
+def test_time_limit(striker: Striker) -> None:
+    """A wait that ends by its time limit can be followed by anything."""
+    world = MPI.COMM_WORLD
+    size, worker = world.size, world.rank
+    comm = world.Dup()
+    waiter = Waiter(0.05)
+    ccl = MPICCL(comm, comm, waiter, num_groups=1)
+    ccl.begin(1)
+    array = np.full(10, float(worker))
+    if worker == 0 and size > 1:
+        with pytest.raises(DiscoTimeout, match=r"allreduce in the world \(operation 0\)"):
+            ccl.allreduce(array, "sum", False, array)
+        ccl.fail(1)
+        waiter.timeout = 60
+        world.Barrier()
+    else:
+        # Not idle, so nobody is told anything.
+        world.Barrier()
+        waiter.timeout = 60
+        if size > 1:
+            # All have arrived then, the first of them without staying for the end; so it is done.
+            ccl.allreduce(array, "sum", False, array)
+            assert (array == sum(range(size))).all()
+    ccl.begin(2)
+    if worker == 0:
+        # It belongs to a later command now, and what worker 0 owes must not touch it.
+        array[:] = 5
+    ccl.allreduce(np.ones(1), "sum", False, result := np.zeros(1))
+    assert result == size
+    if worker == 0:
+        assert (array == 5).all()
+    ccl.begin(3)
+    ccl.close(3)
+    comm.Free()
