@@ -370,14 +370,14 @@ def test_random_programs(sess):
 
     expected = n * (n + 1) / 2
     pending = 0
-    for i in range(300):
+    for _ in range(300):
         count = int(rng.integers(0, 4))
         plan = [["reduce"] * count for _ in range(n)]
         bad = rng.random() < 0.4
         if bad:
             worker = int(rng.integers(n))
             at = int(rng.integers(0, count + 1))
-            plan[worker] = plan[worker][:at] + ["fail"]
+            plan[worker] = [*plan[worker][:at], "fail"]
         pending += bad
         ref = sess.call(run, plan)
         if not bad and rng.random() < 0.3:

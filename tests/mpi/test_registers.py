@@ -50,7 +50,7 @@ def test_debug_copy_from(sess):
     with pytest.raises(di.WorkerError, match=f"worker {n - 1} .*5 elements"):
         sess.sync()
     ref.debug_copy_from(0, np.zeros(6, "float64"))
-    with pytest.raises(di.WorkerError, match="worker 0 .*float64"):
+    with pytest.raises(di.WorkerError, match=r"worker 0 .*float64"):
         sess.sync()
     np.testing.assert_array_equal(ref.get(n - 1), np.full((2, 3), n - 1, "float32"))
     other = sess.put([None] * n)

@@ -65,7 +65,7 @@ def test_after_shutdown():
     for use in (
         lambda: session.call(int),
         session.sync,
-        lambda: ref.get(),
+        ref.get,
         lambda: session.put([1] * WORLD.size),
         lambda: session.empty((1,), "f4"),
         ref.ready,
@@ -76,7 +76,6 @@ def test_after_shutdown():
             use()
     np.testing.assert_array_equal(array, np.arange(5))
     np.testing.assert_array_equal(view, np.arange(5))
-    del ref
 
 
 def test_shutdown_reports_what_nobody_has_observed():
@@ -216,7 +215,7 @@ def test_the_sessions_own_time_limit():
         if sess is not None:
             last = sess.num_workers - 1
             sess.call(lambda: time.sleep(0.6 * (di.get_worker().worker_id == last)))
-            with pytest.raises(di.DiscoTimeout, match="after 0.2 s"):
+            with pytest.raises(di.DiscoTimeout, match=r"after 0\.2 s"):
                 sess.sync()
             sess.sync(timeout=10)
             on_all(sess, 1)
