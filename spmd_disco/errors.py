@@ -118,17 +118,21 @@ def _describe(failures: Sequence[Failure], dropped: int) -> str:
     """Say each distinct failure once, with the workers that it happened on."""
     causes = [f for f in failures if not f.consequence]
     consequences = [f for f in failures if f.consequence]
-    groups: dict[tuple[int, str, str, str], list[Failure]] = {}
+    groups: dict[tuple[str, str, str], list[Failure]] = {}
     for f in causes or consequences:
-        groups.setdefault((f.command, f.function, f.type, f.message), []).append(f)
+        groups.setdefault((f.function, f.type, f.message), []).append(f)
     parts: list[str] = []
-    for n, ((command, function, kind, message), same) in enumerate(groups.items()):
+    for n, ((function, kind, message), same) in enumerate(groups.items()):
         ids = list(dict.fromkeys(f.worker_id for f in same))
         hosts = list(dict.fromkeys(f.host for f in same))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
         # One line of the message here; the traceback ends with all of it.
         first_line = message.split("\n", 1)[0][:500]
-        text = f"{_ids(ids)} ({where}) in {function}, command {command}: {kind}: {first_line}"
+        commands = list(dict.fromkeys(f.command for f in same))
+        which = f"command {commands[0]}"
+        if len(commands) > 1:
+            which += f" and {len(commands) - 1} more"
+        text = f"{_ids(ids)} ({where}) in {function}, {which}: {kind}: {first_line}"
         if n < MAX_TRACEBACKS and same[0].traceback and not same[0].consequence:
             text += "\n" + same[0].traceback.rstrip("\n")
         parts.append(text)

@@ -4,7 +4,7 @@ Everything that a worker or the controller can wait for (a command, a reply, roo
 arrival of the peers) goes through `Waiter.until`. MPI's own blocking calls would burn a core for as
 long as they wait and answer neither to signals nor to failed peers, so the wait polls: at full
 speed with yields for some microseconds, since most waits of a busy session are that short, and then
-with sleeps that grow to a millisecond, which leaves a waiting process at about 1 % of a core.
+with sleeps that grow to some milliseconds, which leaves a waiting process at about 1 % of a core.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ logger = logging.getLogger("spmd_disco")
 #: A poll loop that never yields starves the peers when there are more ranks than cores.
 POLLS_PER_YIELD = 8
 FIRST_SLEEP = 50e-6
-LONGEST_SLEEP = 1e-3
-#: After so long a wait the sleeps may grow further: nobody is measuring latency any more.
-LONG_WAIT = 1.0
-LONGEST_SLEEP_OF_A_LONG_WAIT = 2e-3
+#: From so long a wait on, sleeps may be so long: the longer a wait has lasted, the less its end's
+#: latency matters, and each look costs some 30 µs of a core, or more when that is shared.
+LONGEST_SLEEPS = ((1.0, 5e-3), (0.1, 2e-3), (0.0, 1e-3))
 #: A process that waits this long for something other than its peers counts as idle.
 IDLE_AFTER = 1e-3
 
@@ -125,6 +124,7 @@ class Waiter:
             if warn_at is not None and now >= warn_at:
                 logger.warning("waiting for %s since %.0f s", what(), now - start)
                 warn_at = now + 2 * (now - start)
-            longest = LONGEST_SLEEP if now - start < LONG_WAIT else LONGEST_SLEEP_OF_A_LONG_WAIT
+            waited = now - start
+            longest = next(limit for since, limit in LONGEST_SLEEPS if waited >= since)
             time.sleep(sleep if end is None else max(0.0, min(sleep, end - now)))
             sleep = min(2 * sleep, longest)

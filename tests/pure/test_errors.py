@@ -41,6 +41,10 @@ def test_many_workers_and_many_failures():
     assert text.count("Traceback") == 4
     assert text.count("ValueError") == 20
     assert "5 more failures" in text
+    repeated = [replace(ONE, command=i) for i in range(10, 30)]
+    text = str(di.WorkerError(repeated))
+    assert text.count("ValueError") == 1
+    assert "command 10 and 19 more" in text
 
 
 def test_the_first_cause_comes_first():
