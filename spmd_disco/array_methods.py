@@ -24,9 +24,8 @@ class ArrayMethods:
     """What a session does with arrays. All of it is calls of the workers' own functions."""
 
     if TYPE_CHECKING:
+        _controller: Controller
 
-        @property
-        def _controller(self) -> Controller: ...
         @property
         def num_workers(self) -> int: ...
         @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import pickling, registry
 from .codec import (
+    COMPACT,
     DIGEST_SIZE,
     FunctionKind,
     Part,
@@ -84,12 +85,23 @@ class CallEncoder:
             return RegisterRef(value.reg_id)
         return value
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Part], int]:
-        """Encode the arguments of a call, with references in the place of DRefs."""
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Part], int, Sequence[Any] | None]:
+        """Encode the arguments of a call, with references in the place of DRefs.
+
+        Returns
+        -------
+        parts : list
+        flags : int
+        local : sequence or None
+            The arguments themselves, if worker 0 can take them as they are.
+        """
         plain = [self._substitute(arg) for arg in args]
         named = {key: self._substitute(arg) for key, arg in kwargs.items()}
         try:
-            return encode_arguments(plain, named)
+            parts, flags = encode_arguments(plain, named)
+            return parts, flags, plain if parts[0] == COMPACT else None
         except MemoryError:
             raise
         except Exception:
@@ -98,7 +110,7 @@ class CallEncoder:
             memo: dict[int, Any] = {}
             plain, named = replace_containers([plain, named], self._substitute, memo)
         try:
-            return encode_arguments(plain, named)
+            return *encode_arguments(plain, named), None
         except MemoryError:
             raise
         except Exception as e:

@@ -21,7 +21,9 @@ from .device import Device
 
 __all__ = [
     "ALIGNMENT",
+    "COMPACT",
     "HAS_BUFFERS",
+    "REGISTER_REFERENCE_SIZE",
     "FunctionKind",
     "Part",
     "Reader",
@@ -33,6 +35,7 @@ __all__ = [
     "encode_arguments",
     "encode_function",
     "encode_value",
+    "register_reference",
     "replace_containers",
 ]
 
@@ -43,6 +46,9 @@ HAS_BUFFERS = 1
 ALIGNMENT = 64
 
 Part = bytes | memoryview
+
+#: What the encoding of arguments starts with that are all in the compact set.
+COMPACT = b"A"
 
 _U8 = struct.Struct("<B")
 _U32 = struct.Struct("<I")
@@ -165,6 +171,8 @@ def encode_value(value: Any) -> tuple[list[Part], int]:
 def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Part], int]:
     """Return the parts that encode the arguments of a call, and the flags that they need.
 
+    The first part of arguments that are all in the compact set, and thus immutable, is `COMPACT`.
+
     DRefs must have been replaced by `RegisterRef`.
 
     Raises
@@ -178,7 +186,7 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[
         except (KeyError, struct.error, RecursionError):
             pass
         else:
-            return [b"A", _U8.pack(len(args)), data], 0
+            return [COMPACT, _U8.pack(len(args)), data], 0
     return _pickle((tuple(args), kwargs))
 
 
@@ -307,6 +315,21 @@ def encode_function(kind: FunctionKind, data: int | str | bytes | None, code: by
     if kind == FunctionKind.CODE:
         return head + data + _U64.pack(len(code)) + code
     return head + data
+
+
+_REGISTER_REFERENCE = struct.Struct("<BQ")
+REGISTER_REFERENCE_SIZE = _REGISTER_REFERENCE.size
+
+
+def register_reference(view: memoryview) -> int | None:
+    """Return the register that a function reference is, None where it is of another kind.
+
+    `decode_function` for the kind that is worth it to be quick.
+    """
+    if view[0] != FunctionKind.REGISTER:
+        return None
+    register: int = _REGISTER_REFERENCE.unpack_from(view)[1]
+    return register
 
 
 def decode_function(

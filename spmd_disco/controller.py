@@ -21,6 +21,7 @@ from .errors import DiscoError, DiscoTimeout, Failure, SessionClosedError, Worke
 from .interrupt import ControllerInterrupts
 from .protocol import (
     ALL,
+    Command,
     DiscoAction,
     Reply,
     decode_command,
@@ -137,6 +138,7 @@ class Controller:
         target: int = ALL,
         register: int = 0,
         code: tuple[bytes, bytes] | None = None,
+        local: Sequence[Any] | None = None,
     ) -> int:
         """Publish one command and run worker 0's half of it. Return its number.
 
@@ -144,6 +146,8 @@ class Controller:
         ----------
         code : tuple of bytes, optional
             Digest and pickle of the function that the payload brings.
+        local : sequence, optional
+            The arguments, if worker 0 can take them as they are.
 
         Raises
         ------
@@ -169,20 +173,24 @@ class Controller:
                     self.dead.popleft()
                 if code is not None:
                     self._remember(*code)
-                if action == DiscoAction.CALL_PACKED:
+                command = self._own_copy(message, flags)
+                command.local = local
+                if action is DiscoAction.CALL_PACKED:
                     self._output.enter()
                     try:
-                        error = worker.execute(self._own_copy(message, flags))
+                        error = worker.execute(command)
                     finally:
                         self._output.leave()
                 else:
-                    error = worker.execute(self._own_copy(message, flags))
+                    error = worker.execute(command)
             except BaseException as e:
                 if channel.published == number and worker.finished != number:
-                    if isinstance(e, KeyboardInterrupt):
+                    interrupted = isinstance(e, KeyboardInterrupt)
+                    if interrupted:
                         worker.interrupted_through = number
                     worker.abandon(decode_command(message), e)
-                    self._interrupt_workers()
+                    if interrupted:
+                        self._interrupt_workers()
                 raise
             if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
                 self._interrupt_workers()
@@ -190,7 +198,7 @@ class Controller:
             return number
 
     @staticmethod
-    def _own_copy(message: bytes, flags: int) -> Any:
+    def _own_copy(message: bytes, flags: int) -> Command:
         """Decode the command for worker 0, whose arrays must be writable and nobody else's."""
         if not flags & HAS_BUFFERS:
             return decode_command(message)

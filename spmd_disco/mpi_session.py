@@ -7,12 +7,10 @@ import os
 import sys
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import lobby
-from .calls import CallEncoder
 from .config import setting
-from .controller import Controller
 from .errors import DiscoError, WorkerError
 from .rank import Rank
 from .sessions import Session
@@ -90,24 +88,20 @@ class MPISession(Session):
             place.open(num_groups=num_groups, timeout=timeout)
         self._rank = Rank(comm, num_groups, timeout)
         if self._rank.controller is not None:
-            self._call_encoder = CallEncoder(self, self._rank.controller.codes)
+            self._drive(self._rank.controller)
         _open = self._rank
         _handle = weakref.ref(self)
         _hook_finalize()
 
-    @property
-    def _encoder(self) -> CallEncoder:
-        return self._call_encoder
-
-    @property
-    def _controller(self) -> Controller:
-        if self._rank.controller is None:
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is not there, such as the controller on the other ranks.
+        rank = self.__dict__.get("_rank")
+        if name in Session.__annotations__ and rank is not None:
             raise DiscoError(
-                f"this is rank {self._rank.worker.info.worker_id} of {self!r}, which the "
-                "controller on rank 0 drives: call serve() here, or use «with» and "
-                "«if sess is not None:»"
+                f"this is rank {rank.worker.info.worker_id} of {self!r}, which the controller on "
+                "rank 0 drives: call serve() here, or use «with» and «if sess is not None:»"
             )
-        return self._rank.controller
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def serve(self) -> None:
         """Run the worker of this rank until the controller shuts down. Not for rank 0.

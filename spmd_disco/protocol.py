@@ -76,6 +76,9 @@ class Command:
         By action; see `codec`.
     offset : int
         Where the payload starts in its message.
+    local : sequence or None
+        On worker 0: the arguments, where nothing would be gained by decoding them again, as all of
+        them are immutable. Registers stand in it as `RegisterRef`.
     """
 
     number: int
@@ -86,6 +89,7 @@ class Command:
     kills: tuple[int, ...]
     payload: memoryview
     offset: int
+    local: Sequence[Any] | None = None
 
 
 def encode_command(

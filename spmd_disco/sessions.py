@@ -37,14 +37,15 @@ class Session(ArrayMethods):
     #: The import path and the logging level that the workers have been told of.
     _context: tuple[list[str], int] = ([], -1)
 
-    @property
-    def _controller(self) -> Controller:
-        """What publishes commands; on ranks that are not the controller there is none."""
-        raise NotImplementedError
+    #: Set by the session kinds, on the controller.
+    _controller: Controller
+    _encoder: CallEncoder
+    _dead: deque[int]
 
-    @property
-    def _encoder(self) -> CallEncoder:
-        raise NotImplementedError
+    def _drive(self, controller: Controller) -> None:
+        self._controller = controller
+        self._encoder = CallEncoder(self, controller.codes)
+        self._dead = controller.dead
 
     @property
     def num_workers(self) -> int:
@@ -60,10 +61,6 @@ class Session(ArrayMethods):
     def group_size(self) -> int:
         """The number of workers in each group."""
         return self._controller.worker.info.group_size
-
-    @property
-    def _dead(self) -> deque[int]:
-        return self._controller.dead
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the session: all commands are worked off first. A second call does nothing.
@@ -123,7 +120,7 @@ class Session(ArrayMethods):
         with controller.lock:
             self._share_context()
             reference, code = self._encoder.reference(func)
-            parts, flags = self._encoder.arguments(args, kwargs)
+            parts, flags, local = self._encoder.arguments(args, kwargs)
             register = next(controller.registers)
             number = controller.submit(
                 DiscoAction.CALL_PACKED,
@@ -131,6 +128,7 @@ class Session(ArrayMethods):
                 flags=flags,
                 register=register,
                 code=code,
+                local=local,
             )
         return DRef(register, self, number)
 

@@ -11,14 +11,22 @@ import pickle
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import registry
-from .codec import FunctionKind, decode_arguments, decode_function, decode_value
+from .codec import (
+    REGISTER_REFERENCE_SIZE,
+    FunctionKind,
+    RegisterRef,
+    decode_arguments,
+    decode_function,
+    decode_value,
+    register_reference,
+)
 from .copying import copy_array
 from .device import Device
 from .errors import DiscoError, Failure, InheritedFailure
@@ -235,7 +243,15 @@ class Worker:
         self.function = function
         if command.number <= self.interrupted_through:
             raise KeyboardInterrupt
-        args, kwargs = decode_arguments(command.payload[end:], command.offset + end, self.lookup)
+        kwargs: dict[str, Any] = {}
+        if command.local is not None:
+            args: Sequence[Any] = [
+                self.lookup(arg.id) if type(arg) is RegisterRef else arg for arg in command.local
+            ]
+        else:
+            args, kwargs = decode_arguments(
+                command.payload[end:], command.offset + end, self.lookup
+            )
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
         self.thread = threading.get_ident()
@@ -254,12 +270,13 @@ class Worker:
 
     def _function(self, payload: memoryview) -> tuple[Any, int]:
         """Return the callable that a reference means, and where the payload goes on."""
+        register = register_reference(payload)
+        if register is not None:
+            self.function = register
+            return self.lookup(register), REGISTER_REFERENCE_SIZE
         kind, data, code, end = decode_function(payload)
         # Known before it is found, so that a failure to find it can name it.
         self.function = data
-        if kind == FunctionKind.REGISTER:
-            assert isinstance(data, int)
-            return self.lookup(data), end
         if kind == FunctionKind.IMPORT:
             assert isinstance(data, str)
             return registry.import_path(data), end

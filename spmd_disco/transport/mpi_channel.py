@@ -77,40 +77,61 @@ def _announced(message: memoryview) -> int:
 
 
 class _Sender:
-    """Sends of this process that MPI has not finished with."""
+    """Sends of this process that MPI has not finished with, each with a number of the caller's."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self.requests: list[MPI.Request] = []
+        self.sent: list[tuple[MPI.Request, int]] = [(MPI.REQUEST_NULL, 0)]
+        #: Whether there are large messages among them, which come forward only while MPI is called.
+        self.large = False
+
+    @property
+    def last(self) -> int:
+        """The number of the last send."""
+        return self.sent[-1][1]
 
     def send(
-        self, message: bytes, ranks: Sequence[int], tag: int, fragment_tag: int
-    ) -> partial[None]:
-        """Return the step that posts `message` to all of `ranks`."""
+        self, message: bytes, ranks: Sequence[int], tag: int, fragment_tag: int, number: int = 0
+    ) -> None:
+        """Post `message` to all of `ranks`, and remember that, without an interrupt in between.
+
+        The list is extended by C code alone, and signal handlers run between Python's bytecodes.
+        """
         isend = self.comm.Isend
-        if len(message) <= EAGER:
-            return partial(self.requests.extend, map(isend, repeat(message), ranks, repeat(tag)))
-        head = _ANNOUNCEMENT.pack(0, len(message))
-        parts = [head, *_fragments(memoryview(message))]
-        tags = [tag] + [fragment_tag] * (len(parts) - 1)
-        return partial(
-            self.requests.extend,
-            map(
+        if not ranks:
+            self.sent.append((MPI.REQUEST_NULL, number))
+        elif len(message) <= EAGER:
+            requests = map(isend, repeat(message), ranks, repeat(tag))
+            self.sent.extend(zip(requests, repeat(number)))
+        else:
+            self.large = True
+            head = _ANNOUNCEMENT.pack(0, len(message))
+            parts = [head, *_fragments(memoryview(message))]
+            tags = [tag] + [fragment_tag] * (len(parts) - 1)
+            requests = map(
                 isend,
                 parts * len(ranks),
                 [rank for rank in ranks for _ in parts],
                 tags * len(ranks),
-            ),
-        )
+            )
+            self.sent.extend(zip(requests, repeat(number)))
+
+    def add(self, request: MPI.Request) -> None:
+        """Keep another request until it is complete."""
+        self.sent.append((request, self.last))
 
     def pump(self) -> None:
-        if self.requests:
+        """Forget what is complete; the last one stays, for its number."""
+        if len(self.sent) > 1:
             # In place; Test() of what has completed before is harmless. An interrupt loses none.
-            self.requests[:] = [request for request in self.requests if not request.Test()]
+            self.sent[:-1] = [item for item in self.sent[:-1] if not item[0].Test()]
+        if len(self.sent) == 1 and self.sent[0][0].Test():
+            self.large = False
 
     def done(self) -> bool:
+        """Whether everything is complete."""
         self.pump()
-        return not self.requests
+        return len(self.sent) == 1 and self.sent[0][0].Test()
 
 
 class _Incoming:
@@ -154,7 +175,6 @@ class MPIControllerChannel(ControllerChannel):
         self._waiter = waiter
         self._others = range(1, comm.size)
         self._sender = _Sender(comm)
-        self._numbers: deque[int] = deque([0], maxlen=1)
         #: Per worker, as it says: the last command left, and the bytes of all up to there.
         self._acks = np.zeros((comm.size, 2), np.uint64)
         #: The last command, and the bytes so far, that went to all; and to single workers beside.
@@ -171,7 +191,7 @@ class MPIControllerChannel(ControllerChannel):
 
     @property
     def published(self) -> int:
-        return self._numbers[0]
+        return self._sender.last
 
     def reserve(self, size: int) -> None:
         self._free_commands -= 1
@@ -216,14 +236,8 @@ class MPIControllerChannel(ControllerChannel):
             ranks = (target,)
             self._own_number[target] = number
             self._own_bytes[target] += len(message)
-        run(
-            (
-                self._sender.send(message, ranks, TAG_COMMAND, TAG_COMMAND_FRAGMENT),
-                partial(self._numbers.append, number),
-            ),
-            [],
-        )
-        if len(self._sender.requests) > KEEP_REQUESTS:
+        self._sender.send(message, ranks, TAG_COMMAND, TAG_COMMAND_FRAGMENT, number)
+        if len(self._sender.sent) > KEEP_REQUESTS:
             self._sender.pump()
 
     def _poll_acks(self) -> None:
@@ -266,7 +280,7 @@ class MPIControllerChannel(ControllerChannel):
 
     def busy(self) -> bool:
         """Whether MPI still works on messages of this process; any thread may ask."""
-        return bool(self._sender.requests)
+        return self._sender.large
 
     def close(self) -> None:
         self._waiter.until(self._sender.done, lambda: "messages to the workers")
@@ -327,10 +341,10 @@ class MPIWorkerChannel(WorkerChannel):
 
     def _acknowledge(self) -> None:
         self._acked = (self._number, self._bytes)
-        self._sender.requests.append(self._comm.Isend(np.array(self._acked, np.uint64), 0, TAG_ACK))
+        self._sender.add(self._comm.Isend(np.array(self._acked, np.uint64), 0, TAG_ACK))
 
     def reply(self, parts: Sequence[Part]) -> None:
-        self._sender.send(assemble(parts), (0,), TAG_REPLY, TAG_REPLY_FRAGMENT)()
+        self._sender.send(assemble(parts), (0,), TAG_REPLY, TAG_REPLY_FRAGMENT)
         self._sender.pump()
 
     def pump(self, idle: bool) -> None:
