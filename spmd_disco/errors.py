@@ -126,15 +126,16 @@ def _describe(failures: Sequence[Failure], dropped: int) -> str:
         ids = list(dict.fromkeys(f.worker_id for f in same))
         hosts = list(dict.fromkeys(f.host for f in same))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-        # One line of the message here; the traceback ends with all of it.
-        first_line = message.split("\n", 1)[0][:500]
+        shown = same[0].traceback if n < MAX_TRACEBACKS and not same[0].consequence else ""
+        # A traceback ends with all of the message; a line of it here serves.
+        said = message.split("\n", 1)[0][:500] if shown else message[:5000]
         commands = list(dict.fromkeys(f.command for f in same))
         which = f"command {commands[0]}"
         if len(commands) > 1:
             which += f" and {len(commands) - 1} more"
-        text = f"{_ids(ids)} ({where}) in {function}, {which}: {kind}: {first_line}"
-        if n < MAX_TRACEBACKS and same[0].traceback and not same[0].consequence:
-            text += "\n" + same[0].traceback.rstrip("\n")
+        text = f"{_ids(ids)} ({where}) in {function}, {which}: {kind}: {said}"
+        if shown:
+            text += "\n" + shown.rstrip("\n")
         parts.append(text)
     if causes and consequences:
         ids = list(dict.fromkeys(f.worker_id for f in consequences))

@@ -75,6 +75,8 @@ def _traceback_of(error: BaseException) -> str:
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_globals.get("__name__") == _INTERPRETER:
         tb = tb.tb_next
+    if tb is None and error.__cause__ is None and error.__context__ is None:
+        return ""  # it would be the message once more
     try:
         return "".join(traceback.format_exception(type(error), error, tb))
     except Exception as e:

@@ -7,6 +7,7 @@ bfloat16 and the like go out of band, as NumPy's own dtypes do.
 
 from __future__ import annotations
 
+import builtins
 import io
 import pickle
 from collections import ChainMap
@@ -35,6 +36,15 @@ def _make_array(bits: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[
     return bits.view(dtype)
 
 
+def _claims_to_be_builtin(kind: type) -> bool:
+    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the interpreter's own, hidden ones
+    return (
+        kind.__module__ == "builtins"
+        and bool(kind.__flags__ & heap_type)
+        and getattr(builtins, kind.__qualname__, None) is not kind
+    )
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
@@ -44,6 +54,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # NumPy pickles arrays of dtypes that are not its own in band.
         if type(obj) is np.ndarray and obj.dtype.isbuiltin == 2:
             return _make_array, (obj.view(f"V{obj.dtype.itemsize}"), obj.dtype)
+        if isinstance(obj, type) and _claims_to_be_builtin(obj):
+            # cloudpickle would send an empty class of that name.
+            raise TypeError(
+                f"the class {obj.__qualname__} says that it is in the module builtins, where it is "
+                "not: refer to it through its module, as in «module.name»"
+            )
         return super().reducer_override(obj)
 
 

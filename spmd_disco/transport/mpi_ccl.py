@@ -434,28 +434,33 @@ class MPICCL(CCL):
     # The end --------------------------------------------------------------------------------------
 
     def close(self, command: int) -> None:
-        if self._closed:
-            return
         with self._lock:
-            self._command = max(self._command, command)
-            record = make_record(State.SHUTDOWN, 0, command)
-            self._wait = "the other workers to shut down"
-            try:
-                for positions in self._positions:
-                    while True:
-                        self._settle(positions)
-                        if positions.shut_down:
-                            break
-                        positions.post(State.SHUTDOWN, command, record)
-                if self.num_workers > 1:
-                    self._mailbox.close(self._what)
-            finally:
-                self._wait = None
-            self._closed = True
-            for positions in self._positions:
-                positions.close()
-            for members in {self._world, self._group}:
+            if not self._closed:
+                self._take_leave(command)
+                self._closed = True
+            # Interrupted, the rest of it can be done by the next call.
+            while self._positions:
+                self._positions[-1].close()
+                self._positions.pop()
+            for members in (self._world, self._group):
                 members.moves.free()
+
+    def _take_leave(self, command: int) -> None:
+        """Meet all workers at the end, on every communicator, and empty the mailbox."""
+        self._command = max(self._command, command)
+        record = make_record(State.SHUTDOWN, 0, command)
+        self._wait = "the other workers to shut down"
+        try:
+            for positions in self._positions:
+                while True:
+                    self._settle(positions)
+                    if positions.shut_down:
+                        break
+                    positions.post(State.SHUTDOWN, command, record)
+            if self.num_workers > 1:
+                self._mailbox.close(self._what)
+        finally:
+            self._wait = None
 
 
 def _phrase(operation: Operation, index: int, where: str) -> str:

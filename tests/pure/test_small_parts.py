@@ -89,6 +89,17 @@ def test_code_keeps_the_name_of_its_file():
     assert traceback.extract_tb(caught.tb)[-1].lineno == 2
 
 
+def test_a_class_that_claims_to_be_builtin():
+    kind = type("Elsewhere", (), {"__module__": "builtins"})
+    with pytest.raises(TypeError, match=r"Elsewhere .*through its module"):
+        pickling.dumps(lambda: kind)
+    assert pickle.loads(pickling.dumps((int, type(None), type(len)))) == (
+        int,
+        type(None),
+        type(len),
+    )
+
+
 class FakeComm:
     """Stands for a communicator: what counts is the name of the method that blocks."""
 
