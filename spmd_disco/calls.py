@@ -15,6 +15,7 @@ from .codec import (
     RegisterRef,
     encode_arguments,
     encode_function,
+    encode_register_reference,
     encode_value,
     replace_containers,
 )
@@ -45,7 +46,7 @@ class CallEncoder:
         """Encode which function to call; also return the code that goes along, if any does."""
         if isinstance(func, DRef):
             self._session._own(func)
-            return encode_function(FunctionKind.REGISTER, func.reg_id), None
+            return encode_register_reference(func.reg_id), None
         if isinstance(func, str):
             function = registry.get_global_func(func, allow_missing=True)
             if function is None:
@@ -97,8 +98,8 @@ class CallEncoder:
         local : sequence or None
             The arguments themselves, if worker 0 can take them as they are.
         """
-        plain = [self._substitute(arg) for arg in args]
-        named = {key: self._substitute(arg) for key, arg in kwargs.items()}
+        plain = [self._substitute(arg) for arg in args] if args else []
+        named = {key: self._substitute(arg) for key, arg in kwargs.items()} if kwargs else {}
         try:
             parts, flags = encode_arguments(plain, named)
             return parts, flags, plain if parts[0] == COMPACT else None

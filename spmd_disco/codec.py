@@ -34,6 +34,7 @@ __all__ = [
     "decode_value",
     "encode_arguments",
     "encode_function",
+    "encode_register_reference",
     "encode_value",
     "register_reference",
     "replace_containers",
@@ -182,11 +183,9 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[
     """
     if not kwargs and len(args) < 256:
         try:
-            data = b"".join([_COMPACT[type(v)](v) for v in args])
+            return [COMPACT, _U8.pack(len(args)), *[_COMPACT[type(v)](v) for v in args]], 0
         except (KeyError, struct.error, RecursionError):
             pass
-        else:
-            return [COMPACT, _U8.pack(len(args)), data], 0
     return _pickle((tuple(args), kwargs))
 
 
@@ -317,8 +316,15 @@ def encode_function(kind: FunctionKind, data: int | str | bytes | None, code: by
     return head + data
 
 
+#: The members of an enum are slow to look at, and this one is looked at for every call.
+_REGISTER = int(FunctionKind.REGISTER)
 _REGISTER_REFERENCE = struct.Struct("<BQ")
 REGISTER_REFERENCE_SIZE = _REGISTER_REFERENCE.size
+
+
+def encode_register_reference(register: int) -> bytes:
+    """Encode the reference to a function that a register holds."""
+    return _REGISTER_REFERENCE.pack(_REGISTER, register)
 
 
 def register_reference(view: memoryview) -> int | None:
@@ -326,7 +332,7 @@ def register_reference(view: memoryview) -> int | None:
 
     `decode_function` for the kind that is worth it to be quick.
     """
-    if view[0] != FunctionKind.REGISTER:
+    if view[0] != _REGISTER:
         return None
     register: int = _REGISTER_REFERENCE.unpack_from(view)[1]
     return register

@@ -12,6 +12,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,13 @@ from .protocol import (
     decode_reply,
     decode_reply_value,
     encode_command,
+    payload_offset,
     reply_number,
 )
 from .worker import CODE_CACHE, Worker, current_worker
 
 if TYPE_CHECKING:
+    from .dref import DRef
     from .output import WorkerOutput
     from .transport.channel import ControllerChannel
     from .transport.wait import Waiter
@@ -86,8 +89,10 @@ class Controller:
         self.waiter = waiter
         self.watcher: Watcher | None = None
         self.interrupts = ControllerInterrupts(self._cancel_own_half)
-        #: Registers whose handles have died. Finalisers append to it, and do nothing else.
-        self.dead: deque[int] = deque()
+        #: Registers by weak references to their handles, and those of them that have died. Their
+        #: call-back is code in C, so that no interrupt can strike in it and be lost.
+        self._alive: dict[weakref.ref[DRef], int] = {}
+        self._dead: deque[weakref.ref[DRef]] = deque()
         self.registers = itertools.count(1)
         self.lock = threading.RLock()
         self.closed = False
@@ -129,6 +134,10 @@ class Controller:
                 "alone; return a value, and let the program go on from there"
             )
 
+    def adopt(self, dref: DRef) -> None:
+        """Drop the register of `dref` with one of the next commands after `dref` has died."""
+        self._alive[weakref.ref(dref, self._dead.append)] = dref.reg_id
+
     def submit(
         self,
         action: DiscoAction,
@@ -157,24 +166,37 @@ class Controller:
         """
         self.check()
         with self.lock:
-            kills = list(self.dead)
+            dead = list(self._dead)
+            kills = [self._alive[ref] for ref in dead if ref in self._alive] if dead else []
             channel, worker = self.channel, self.worker
             number = channel.published + 1
-            message = encode_command(
-                number, action, payload, flags=flags, target=target, register=register, kills=kills
-            )
+            message = encode_command(number, action, payload, flags, target, register, kills)
             channel.reserve(len(message))
             self.interrupts.hit = False
             try:
                 channel.publish(number, target, message)
                 # Registers are numbered once and for all, so one that is reported dead twice, since
                 # an interrupt came in here, does no harm.
-                for _ in kills:
-                    self.dead.popleft()
+                for ref in dead:
+                    self._alive.pop(ref, None)
+                    self._dead.popleft()
                 if code is not None:
                     self._remember(*code)
-                command = self._own_copy(message, flags)
-                command.local = local
+                if local is None:
+                    command = self._own_copy(message, flags)
+                else:
+                    offset = payload_offset(kills)
+                    command = Command(
+                        number,
+                        action,
+                        flags,
+                        target,
+                        register,
+                        kills,
+                        memoryview(message)[offset:],
+                        offset,
+                        local,
+                    )
                 if action is DiscoAction.CALL_PACKED:
                     self._output.enter()
                     try:

@@ -14,7 +14,7 @@ class DRef:
     """The controller's handle to a register, which has a value of its own on each worker.
 
     The register lives as long as its handle. A handle may be dropped in any thread and at any time:
-    its finaliser only notes the register, and the next command carries the note.
+    its death is only noted, and the next command carries the note.
 
     Attributes
     ----------
@@ -24,19 +24,14 @@ class DRef:
         The session that it belongs to.
     """
 
-    __slots__ = ("__weakref__", "_command", "_dead", "reg_id", "session")
+    __slots__ = ("__weakref__", "_command", "reg_id", "session")
 
     def __init__(self, reg_id: int, session: Session, command: int) -> None:
         self.reg_id = reg_id
         self.session = session
         #: The command that sets the register.
         self._command = command
-        self._dead: Any = session._dead
-
-    def __del__(self) -> None:
-        dead = getattr(self, "_dead", None)
-        if dead is not None:
-            dead.append(self.reg_id)
+        session._controller.adopt(self)
 
     def get(self, worker: int = 0, timeout: float | None = None) -> Any:
         """Return a copy of the register's value on one worker. A sync point.
@@ -144,7 +139,6 @@ class _Shared(DRef):
         if not isinstance(dref, DRef):
             raise TypeError(f"{type(self).__name__} is made from a DRef, not from {dref!r}")
         self._owner = dref
-        self._dead = None
         self.reg_id = dref.reg_id
         self.session = session
         self._command = dref._command

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from .errors import DiscoError
+from .errors import DiscoError, DiscoTimeout
 from .transport.wait import Waiter
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Lobby", "current", "install"]
 
 _TAG = 1
+_TAG_GONE = 2
+#: Seconds that the other ranks get to leave, once their last session is over.
+LIMIT_OF_LEAVING = 30.0
 
 _current: Lobby | None = None
 
@@ -87,12 +90,33 @@ class Lobby:
         self._send(pickle.dumps(([str(arg) for arg in sys.argv], list(sys.path), options)))
 
     def close(self) -> None:
-        """Send the other ranks home. Only for rank 0; harmless when it has been done."""
+        """Send the other ranks home. Only for rank 0; harmless when it has been done.
+
+        Raises
+        ------
+        DiscoTimeout
+            Some do not leave: they are stuck in a session, and MPI could not be finalized.
+        """
         if self._closed or not self.is_controller or os.getpid() != self._pid:
             return
         self._closed = True
         self._send(pickle.dumps(None))
         self._complete()
+        missing = set(range(1, self.comm.size))
+
+        def all_gone() -> bool:
+            for rank in tuple(missing):
+                if self.comm.Iprobe(rank, _TAG_GONE):
+                    self.comm.Recv([bytearray(), self._mpi.BYTE], rank, _TAG_GONE)
+                    missing.discard(rank)
+            return not missing
+
+        self._waiter.until(
+            all_gone,
+            lambda: f"{', '.join(f'rank {rank}' for rank in sorted(missing))} to leave its session",
+            timeout=LIMIT_OF_LEAVING,
+            idle=True,
+        )
         if self._keyval != self._mpi.KEYVAL_INVALID:
             # Nothing must call back into Python when MPI ends together with the interpreter.
             keyval, self._keyval = self._keyval, self._mpi.KEYVAL_INVALID
@@ -103,7 +127,12 @@ class Lobby:
         if self._closed:
             return
         self._keyval = self._mpi.KEYVAL_INVALID
-        self.close()
+        try:
+            self.close()
+        except DiscoTimeout as e:
+            # Nothing can be raised through MPI_Finalize, which would wait for those ranks for ever.
+            print(f"spmd_disco: the job is aborted: {e}", file=sys.stderr, flush=True)
+            self._mpi.COMM_WORLD.Abort(1)
 
     def _send(self, message: bytes) -> None:
         self._complete()
@@ -128,6 +157,7 @@ class Lobby:
         while True:
             message = self._receive()
             if message is None:
+                self.comm.Send([b"", self._mpi.BYTE], 0, _TAG_GONE)
                 return
             argv, path, options = message
             # The program may have changed both: worker functions find what it has set up.

@@ -32,6 +32,7 @@ __all__ = [
     "decode_reply_value",
     "encode_command",
     "encode_reply",
+    "payload_offset",
     "reply_number",
 ]
 
@@ -70,7 +71,7 @@ class Command:
         The worker that it is for, or `ALL`.
     register : int
         The register that takes the result, or that the command is about.
-    kills : tuple of int
+    kills : sequence of int
         Registers that have died; they are dropped before the command runs.
     payload : memoryview
         By action; see `codec`.
@@ -86,7 +87,7 @@ class Command:
     flags: int
     target: int
     register: int
-    kills: tuple[int, ...]
+    kills: Sequence[int]
     payload: memoryview
     offset: int
     local: Sequence[Any] | None = None
@@ -96,7 +97,6 @@ def encode_command(
     number: int,
     action: DiscoAction,
     payload: Sequence[Part] = (),
-    *,
     flags: int = 0,
     target: int = ALL,
     register: int = 0,
@@ -109,6 +109,11 @@ def encode_command(
     if flags & HAS_BUFFERS:
         return assemble(payload, head)
     return b"".join((head, *payload))
+
+
+def payload_offset(kills: Sequence[int]) -> int:
+    """Return where the payload starts in the message of a command with these kills."""
+    return _HEADER.size + 8 * len(kills)
 
 
 _ACTIONS = tuple(DiscoAction)

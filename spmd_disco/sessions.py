@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -40,12 +39,10 @@ class Session(ArrayMethods):
     #: Set by the session kinds, on the controller.
     _controller: Controller
     _encoder: CallEncoder
-    _dead: deque[int]
 
     def _drive(self, controller: Controller) -> None:
         self._controller = controller
         self._encoder = CallEncoder(self, controller.codes)
-        self._dead = controller.dead
 
     @property
     def num_workers(self) -> int:

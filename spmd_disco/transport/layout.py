@@ -95,7 +95,7 @@ def packed(x: Array, dtype: np.dtype[Any] | None = None) -> Array:
 def as_bytes(x: Array) -> npt.NDArray[np.uint8]:
     """Return the memory of the C-contiguous array `x` as a flat array of bytes."""
     if x.nbytes == 0:
-        # Also dtypes without size («S0»), which have no view as bytes.
+        # Also dtypes without size («V0»), which have no view as bytes.
         return np.empty(0, np.uint8)
     return x.reshape(-1).view(np.uint8)
 

@@ -83,7 +83,7 @@ def reduction(dtype: np.dtype[Any], kind: ReduceKind) -> Reduction:
     match work.kind:
         case "b" if average:
             raise TypeError(
-                "the average of bool is not defined; convert to a float dtype, or use sum (logical "
+                "bool has no average (avg); convert to a float dtype, or use sum (logical "
                 "or), prod (logical and), min or max"
             )
         case "b":
