@@ -15,6 +15,7 @@ from .protocol import DiscoAction
 from .transport.ccl import ReduceKind
 
 if TYPE_CHECKING:
+    from .calls import CallEncoder
     from .controller import Controller
 
 __all__ = ["ArrayMethods"]
@@ -25,13 +26,13 @@ class ArrayMethods:
 
     if TYPE_CHECKING:
         _controller: Controller
+        _encoder: CallEncoder
 
         @property
         def num_workers(self) -> int: ...
         @property
         def group_size(self) -> int: ...
         def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-        def _own(self, dref: DRef) -> None: ...
         def _view(self, dref: DRef) -> Any: ...
         def sync(self, timeout: float | None = None) -> None: ...
 
@@ -94,7 +95,7 @@ class ArrayMethods:
             raise TypeError(f"the host array is a NumPy array, not {host_array!r}")
         if not host_array.flags.writeable:
             raise ValueError("the host array is read-only")
-        self._own(remote_array)
+        self._encoder.own(remote_array)
         self._controller.ask(DiscoAction.SYNC_WORKER, target=0)
         value = self._view(remote_array)
         if not isinstance(value, np.ndarray):
@@ -125,7 +126,7 @@ class ArrayMethods:
         if remote_array is None:
             remote_array = self.empty(array.shape, array.dtype, None, True, False)
         else:
-            self._own(remote_array)
+            self._encoder.own(remote_array)
             self._check_destination(remote_array, array)
         parts, flags = encode_plain(array, "the host array")
         self._controller.submit(
@@ -332,7 +333,7 @@ class ArrayMethods:
         WorkerError
             The shapes or dtypes differ, or an earlier command failed.
         """
-        self._own(dref)
+        self._encoder.own(dref)
         gathered = self._call("runtime.disco._gather_all", (dref,), {})
         self.sync()
         result: np.ndarray[Any, Any] = self._view(gathered)

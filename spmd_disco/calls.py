@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import pickling, registry
@@ -22,7 +22,7 @@ from .codec import (
 from .dref import DRef
 
 if TYPE_CHECKING:
-    from .sessions import Session
+    from .controller import Controller
 
 __all__ = ["CallEncoder", "encode_plain"]
 
@@ -32,20 +32,18 @@ class CallEncoder:
 
     Parameters
     ----------
-    session : Session
-        Whose DRefs may stand among the arguments.
-    known_codes : container of bytes
-        Digests of the functions that the workers remember.
+    controller : Controller
+        The session's; a DRef of another one is refused.
     """
 
-    def __init__(self, session: Session, known_codes: Container[bytes]) -> None:
-        self._session = session
-        self._known_codes = known_codes
+    def __init__(self, controller: Controller) -> None:
+        # Not the session: a cycle would keep one alive that the program has dropped.
+        self._controller = controller
 
     def reference(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
         """Encode which function to call; also return the code that goes along, if any does."""
         if isinstance(func, DRef):
-            self._session._own(func)
+            self.own(func)
             return encode_register_reference(func.reg_id), None
         if isinstance(func, str):
             function = registry.get_global_func(func, allow_missing=True)
@@ -74,15 +72,27 @@ class CallEncoder:
         except Exception as e:
             raise TypeError(f"the function {func!r} cannot be pickled: {e}") from e
         digest = hashlib.blake2b(code, digest_size=DIGEST_SIZE).digest()
-        if digest in self._known_codes:
+        if digest in self._controller.codes:
             reference = encode_function(FunctionKind.KNOWN, digest)
         else:
             reference = encode_function(FunctionKind.CODE, digest, code)
         return reference, (digest, code)
 
+    def own(self, dref: DRef) -> None:
+        """Refuse a DRef of another session.
+
+        Raises
+        ------
+        ValueError
+        """
+        if dref.session._controller is not self._controller:
+            raise ValueError(
+                f"{dref!r} belongs to another session than this <{self._controller.name()}>"
+            )
+
     def _substitute(self, value: Any) -> Any:
         if isinstance(value, DRef):
-            self._session._own(value)
+            self.own(value)
             return RegisterRef(value.reg_id)
         return value
 

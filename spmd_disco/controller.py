@@ -100,7 +100,7 @@ class Controller:
         self.codes: OrderedDict[bytes, bytes] = OrderedDict()
         self.worker.code_source = self.codes
         self._output = output
-        self._name = name
+        self.name = name
         self._polling = threading.Lock()
         #: By worker and command number. Worker 0's are decoded already.
         self._replies: dict[tuple[int, int], Reply | memoryview] = {}
@@ -122,10 +122,10 @@ class Controller:
         DiscoError
         """
         if self.closed:
-            raise SessionClosedError(f"{self._name()} is shut down: open a new session")
+            raise SessionClosedError(f"{self.name()} is shut down: open a new session")
         if _forked:
             raise DiscoError(
-                f"{self._name()} belongs to process {os.getppid()}, from which this one was "
+                f"{self.name()} belongs to process {os.getppid()}, from which this one was "
                 "forked: use the session there"
             )
         if current_worker() is not None:

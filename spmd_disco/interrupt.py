@@ -4,12 +4,52 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["ControllerInterrupts", "WorkerInterrupts"]
+__all__ = ["ControllerInterrupts", "WorkerInterrupts", "uninterrupted"]
+
+T = TypeVar("T")
+
+
+def uninterrupted(function: Callable[[], T]) -> T:
+    """Return ``function()``; a signal handler that raises meanwhile does so afterwards.
+
+    Python runs the handlers in the main thread, so the function runs in another one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as e:
+            errors.append(e)
+        finally:
+            done.set()
+
+    done = threading.Event()
+    struck: BaseException | None = None
+    thread = threading.Thread(target=run, name="spmd_disco-uninterrupted")
+    try:
+        thread.start()
+    except BaseException as e:
+        struck = e
+    while not done.is_set():
+        try:
+            done.wait(0.1)
+            if struck is not None and not thread.is_alive() and not done.is_set():
+                break  # it never started
+        except BaseException as e:
+            struck = e
+    if errors:
+        raise errors[0]
+    if struck is not None:
+        raise struck
+    return results[0]
 
 
 class _Handler:
@@ -58,29 +98,16 @@ class ControllerInterrupts(_Handler):
         super().__init__()
         self._on_hit = on_hit
         self.hit = False
-        self._defer = False
-        self._pending = False
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Let a Ctrl-C strike only when this context ends."""
-        self._defer = True
-        try:
-            yield
-        finally:
-            self._defer = False
-            pending, self._pending = self._pending, False
-        if pending:
-            raise KeyboardInterrupt
 
     def _replaces(self, handler: Any) -> bool:
+        if isinstance(getattr(handler, "__self__", None), ControllerInterrupts):
+            # Of a session that was left in the middle of something.
+            self._previous = signal.default_int_handler
+            return True
         return handler is signal.default_int_handler
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.hit = True
-        if self._defer:
-            self._pending = True
-            return
         self._on_hit()
         signal.default_int_handler(number, frame)
 

@@ -178,11 +178,11 @@ class _Ending:
         self._pid = os.getpid()
         self._interrupt = False
         self._patience: float | None = None
-        from .mpi_session import _hook_finalize
+        from .mpi_session import hook_finalize
 
         # A session's own exit handler closes it for good: registered now, it comes after `_close`
         # (and so after the program's callbacks, which may still use the session).
-        _hook_finalize()
+        hook_finalize()
         atexit.register(self._close)
 
     def reset(self) -> None:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MPISession", "close_open_session"]
 
-#: The rank of a session that is open in this process: there is one at a time.
-_open: Rank | None = None
-#: The program's handle to it, which it may drop.
+#: The program's handle to the session that was opened last; the program may drop it.
 _handle: weakref.ref[MPISession] | None = None
 #: What failed in sessions that were dropped and closed without anybody to tell.
 _unobserved: list[WorkerError] = []
@@ -67,15 +65,16 @@ class MPISession(Session):
         num_groups: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        global _open, _handle
+        global _handle
         num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
         timeout = setting("TIMEOUT", None, float) if timeout is None else timeout
         if current_worker() is not None:
             raise DiscoError("a session cannot be opened inside a worker function")
         close_dropped_session()
-        if _open is not None and not _open.ended:
+        if Rank.latest is not None and not Rank.latest.ended:
             raise DiscoError(
-                f"{_open.describe()} is open on these ranks: shut it down before you open another"
+                f"{Rank.latest.describe()} is open on these ranks: shut it down before you open "
+                "another"
             )
         from mpi4py import MPI
 
@@ -83,15 +82,12 @@ class MPISession(Session):
             raise DiscoError("MPI has been finalized: no session can be opened any more")
         comm = _communicator(comm)
         _check(comm.size, num_groups, timeout)
-        place = lobby.current()
-        if place is not None and place.is_controller and comm.size > 1:
-            place.open(num_groups=num_groups, timeout=timeout)
-        self._rank = Rank(comm, num_groups, timeout)
+        hook_finalize()
+        _handle = None
+        self._rank = Rank.open(comm, num_groups, timeout, lobby.current())
         if self._rank.controller is not None:
             self._drive(self._rank.controller)
-        _open = self._rank
         _handle = weakref.ref(self)
-        _hook_finalize()
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is not there, such as the controller on the other ranks.
@@ -182,7 +178,7 @@ def _check(size: int, num_groups: int, timeout: float | None) -> None:
 
 def close_dropped_session() -> None:
     """Shut down the open session if the program has dropped its handle."""
-    rank = _open
+    rank = Rank.latest
     if rank is None or rank.ended or (_handle is not None and _handle() is not None):
         return
     if rank.controller is None:
@@ -216,7 +212,7 @@ def close_open_session(
     DiscoTimeout
         Not all workers came in time; the session is still open.
     """
-    rank = _open
+    rank = Rank.latest
     if rank is not None and not rank.ended:
         if rank.controller is None:
             rank.serve()
@@ -245,7 +241,7 @@ _keyval: int | None = None
 _owner = 0
 
 
-def _hook_finalize() -> None:
+def hook_finalize() -> None:
     """See to it that an open session ends before MPI does, whoever finalizes it."""
     global _keyval, _owner
     if _keyval is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ._version import __version__
 from .controller import Controller
 from .device import cpu
 from .errors import DiscoError
-from .interrupt import WorkerInterrupts
+from .interrupt import WorkerInterrupts, uninterrupted
 from .output import WorkerOutput
 from .protocol import DiscoAction, Reply, decode_command, encode_reply
 from .transport.wait import Waiter
@@ -18,6 +18,8 @@ from .worker import Worker, WorkerInfo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from .lobby import Lobby
 
 __all__ = ["Rank"]
 
@@ -31,6 +33,10 @@ class Rank:
     num_groups : int
     timeout : float or None
     """
+
+    #: What was opened last in this process; no more than one is open at a time. It is set as soon
+    #: as all ranks have opened, so that one whose opening was interrupted then can be closed.
+    latest: ClassVar[Rank | None] = None
 
     def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
         self._waiter = Waiter(timeout)
@@ -63,6 +69,29 @@ class Rank:
         else:
             self._be_worker()
         self._watch()
+
+    @classmethod
+    def open(
+        cls, comm: MPI.Intracomm, num_groups: int, timeout: float | None, place: Lobby | None
+    ) -> Rank:
+        """Open a session on this rank; under the launcher, the controller calls the others in.
+
+        They come at once then, and would be left alone by an interrupt in the middle. Elsewhere
+        they may never come, and the wait for them must end at an interrupt.
+        """
+        if place is None or not place.is_controller or comm.size == 1:
+            cls.latest = cls(comm, num_groups, timeout)
+        else:
+
+            def call_in_and_open() -> None:
+                place.open(num_groups=num_groups, timeout=timeout)
+                cls.latest = cls(comm, num_groups, timeout)
+
+            cls._uninterrupted(call_in_and_open)
+        assert cls.latest is not None
+        if cls.latest.controller is not None:
+            cls.latest.controller.interrupts.install()
+        return cls.latest
 
     # Opening --------------------------------------------------------------------------------------
 
@@ -105,7 +134,6 @@ class Rank:
         )
         self.worker = self.controller.worker
         self._busy: Callable[[], bool] = channel.busy
-        self.controller.interrupts.install()
 
     def _be_worker(self) -> None:
         from .transport.mpi_channel import MPIWorkerChannel
@@ -155,6 +183,9 @@ class Rank:
             while not worker.closed:
                 message = channel.receive()
                 command = decode_command(message)
+                if command.action is DiscoAction.SHUT_DOWN:
+                    # Whoever has come so far waits for the others as long as it takes.
+                    self._waiter.timeout = None
                 worker.execute(command)
                 channel.done(command.number, len(message))
                 if ccl.outstanding:
@@ -186,17 +217,39 @@ class Rank:
         number = controller.submit(DiscoAction.SYNC_WORKER)
         replies = list(controller.wait(number, everyone, timeout).values())
         controller.add_failures(replies)
-        with controller.lock, controller.interrupts.deferred():
-            # From here on it is a matter of microseconds, as all workers have nothing else to do.
-            number = controller.submit(DiscoAction.SHUT_DOWN)
-            replies = list(controller.wait(number, everyone, None).values())
-            controller.closed = True
-            controller.channel.close()
-            self._end()
-        controller.interrupts.remove()
-        error = controller.take_failures(replies)
+        try:
+            self._uninterrupted(self._close_all)
+        finally:
+            if self.ended:
+                controller.interrupts.remove()
+        error = controller.take_failures(())
         if error is not None:
             raise error
+
+    def _close_all(self) -> None:
+        """Close on all ranks. All workers have nothing else to do, so it is a matter of moments."""
+        controller = self.controller
+        assert controller is not None
+        self._waiter.timeout = None
+        with controller.lock:
+            if controller.closed:
+                return
+            number = controller.submit(DiscoAction.SHUT_DOWN)
+            replies = controller.wait(number, range(self._info.num_workers), None).values()
+            controller.add_failures(replies)
+            controller.channel.close()
+            self._end()
+            controller.closed = True
+
+    @staticmethod
+    def _uninterrupted(function: Callable[[], None]) -> None:
+        """Run what must not be left half done, if MPI lets another thread do it."""
+        from mpi4py import MPI
+
+        if MPI.Query_thread() >= MPI.THREAD_SERIALIZED:
+            uninterrupted(function)
+        else:
+            function()
 
     def _end(self) -> None:
         self.ended = True

@@ -42,7 +42,7 @@ class Session(ArrayMethods):
 
     def _drive(self, controller: Controller) -> None:
         self._controller = controller
-        self._encoder = CallEncoder(self, controller.codes)
+        self._encoder = CallEncoder(controller)
 
     @property
     def num_workers(self) -> int:
@@ -211,10 +211,6 @@ class Session(ArrayMethods):
         """Wait for worker 0, as TVM's method does."""
         self._sync_worker(0)
 
-    def _own(self, dref: DRef) -> None:
-        if dref.session is not self:
-            raise ValueError(f"{dref!r} belongs to another session than {self!r}")
-
     def _check_worker(self, worker_id: int) -> None:
         if not isinstance(worker_id, int | np.integer) or isinstance(worker_id, bool):
             raise TypeError(f"a worker id is an int, not {worker_id!r}")
@@ -232,7 +228,7 @@ class Session(ArrayMethods):
     # Registers ------------------------------------------------------------------------------------
 
     def _get(self, dref: DRef, worker_id: int, timeout: float | None) -> Any:
-        self._own(dref)
+        self._encoder.own(dref)
         self._check_worker(worker_id)
         values = self._controller.ask(
             DiscoAction.DEBUG_GET_FROM_REMOTE,
@@ -243,14 +239,14 @@ class Session(ArrayMethods):
         return values[int(worker_id)]
 
     def _get_all(self, dref: DRef, timeout: float | None) -> list[Any]:
-        self._own(dref)
+        self._encoder.own(dref)
         values = self._controller.ask(
             DiscoAction.DEBUG_GET_FROM_REMOTE, register=dref.reg_id, timeout=timeout
         )
         return [values[i] for i in range(self.num_workers)]
 
     def _view(self, dref: DRef) -> Any:
-        self._own(dref)
+        self._encoder.own(dref)
         self._controller.check()
         worker = self._controller.worker
         value = worker.registers.get(dref.reg_id)
@@ -259,7 +255,7 @@ class Session(ArrayMethods):
         return value
 
     def _set(self, dref: DRef, worker_id: int, value: Any, *, copy_into: bool) -> None:
-        self._own(dref)
+        self._encoder.own(dref)
         self._check_worker(worker_id)
         parts, flags = encode_plain(value, "the value")
         self._controller.submit(
