@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from .sessions import Session
+from typing import Any, NoReturn, Protocol
 
 __all__ = ["DModule", "DPackedFunc", "DRef"]
+
+
+class _Session(Protocol):
+    """What a handle needs of its session."""
+
+    _controller: Any
+
+    def _get(self, dref: DRef, worker_id: int, timeout: float | None) -> Any: ...
+    def _get_all(self, dref: DRef, timeout: float | None) -> list[Any]: ...
+    def _set(self, dref: DRef, worker_id: int, value: Any, *, copy_into: bool) -> None: ...
+    def _view(self, dref: DRef) -> Any: ...
+    def _is_ready(self, command: int) -> bool: ...
+    def _cached_func(self, name: str) -> Any: ...
+    def call_packed(self, func: Any, *args: Any) -> DRef: ...
 
 
 class DRef:
@@ -26,7 +37,7 @@ class DRef:
 
     __slots__ = ("__weakref__", "_command", "reg_id", "session")
 
-    def __init__(self, reg_id: int, session: Session, command: int) -> None:
+    def __init__(self, reg_id: int, session: _Session, command: int) -> None:
         self.reg_id = reg_id
         self.session = session
         #: The command that sets the register.
@@ -135,7 +146,7 @@ class _Shared(DRef):
 
     __slots__ = ("_owner",)
 
-    def __init__(self, dref: DRef, session: Session) -> None:
+    def __init__(self, dref: DRef, session: _Session) -> None:
         if not isinstance(dref, DRef):
             raise TypeError(f"{type(self).__name__} is made from a DRef, not from {dref!r}")
         self._owner = dref

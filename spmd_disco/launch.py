@@ -15,12 +15,12 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import lobby as lobbies
 from ._version import __version__
 from .config import flag, setting
-from .errors import DiscoTimeout, WorkerError
+from .errors import DiscoError, DiscoTimeout, WorkerError
 from .interrupt import ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
@@ -112,9 +112,21 @@ def _refuse(why: str, rank: int | None) -> int:
     return 2
 
 
+def serve_session(**options: Any) -> None:
+    """Serve one session of the program's."""
+    from .mpi_session import MPISession
+
+    try:
+        session = MPISession(None, **options)
+    except (DiscoError, ValueError):
+        # All ranks have agreed on it, and the controller's program gets it.
+        return
+    session.serve()
+
+
 def _serve(lobby: lobbies.Lobby) -> int:
     try:
-        lobby.serve()
+        lobby.serve(serve_session)
     except BaseException:
         # Nothing but an error in this package leads here. The others must not wait for this rank.
         traceback.print_exc()
@@ -286,12 +298,6 @@ class _Ending:
 
     def _report(self, unobserved: WorkerError) -> None:
         """Print failures that the program has never asked about: they must not pass for success."""
-        if self._interrupt:
-            # What the workers were doing has been cancelled: that is no news.
-            left = [f for f in unobserved.failures if f.type != "KeyboardInterrupt"]
-            if all(f.consequence for f in left):
-                return
-            unobserved = WorkerError(left, unobserved.dropped)
         print(f"spmd_disco: failed on the workers:\n{unobserved}", file=sys.stderr, flush=True)
         if self.status & 0xFF == 0:
             self.status = 1

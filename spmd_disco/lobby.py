@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -150,10 +151,14 @@ class Lobby:
             )
             self._requests.clear()
 
-    def serve(self) -> None:
-        """Serve the program's sessions until it sends this rank home. For all ranks but 0."""
-        from .mpi_session import MPISession
+    def serve(self, serve_session: Callable[..., None]) -> None:
+        """Serve the program's sessions until it sends this rank home. For all ranks but 0.
 
+        Parameters
+        ----------
+        serve_session : callable
+            Called with the options that the controller opens a session with; serves it to its end.
+        """
         while True:
             message = self._receive()
             if message is None:
@@ -163,12 +168,7 @@ class Lobby:
             # The program may have changed both: worker functions find what it has set up.
             sys.argv[:] = argv
             sys.path[:] = path
-            try:
-                session = MPISession(None, **options)
-            except (DiscoError, ValueError):
-                # All ranks have agreed on it, and the controller's program gets it.
-                continue
-            session.serve()
+            serve_session(**options)
 
     def _receive(self) -> Any:
         """Wait for a message from rank 0, without MPI's own waits: those would burn a core."""

@@ -65,7 +65,8 @@ def test_checks_itself_and_draws(
     assert job.status == 0, str(job)
     lines = job.stdout.splitlines()
     assert lines[0].startswith(f"{STEPS} steps in "), str(job)
-    assert lines[1:] == ["the same bits as one worker gets"], "no bar where there is no terminal"
+    assert lines[1:] == ["the same bits as one worker gets"], str(job)
+    assert "━" not in job.stderr, "a progress bar, and there is no terminal"
     pixels = image.imread(picture)[..., :3]
     assert pixels.shape == (500, 600, 3)
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100
@@ -81,8 +82,8 @@ def test_progress_bar_on_a_terminal(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     job = run_job(2, "-m", "spmd_disco", HEAT, "--size", "16", "--steps", "100")
     assert job.status == 0, str(job)
-    assert "━━" in job.stdout, str(job)
-    assert "100%" in job.stdout, str(job)
+    assert "━━" in job.stderr, str(job)
+    assert "100%" in job.stderr, str(job)
 
 
 def test_refuses_fewer_rows_than_workers(run_job: Callable[..., Any]) -> None:

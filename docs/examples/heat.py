@@ -6,7 +6,7 @@ Each worker holds a block of rows, and one more row above and below it: its neig
 rows, or the edge of the plate. Before every step the workers exchange these rows among themselves,
 by MPI calls of their own. The controller only says how far to go on, and collects the result.
 
-The progress bar wants a terminal. MPICH's mpirun hides it: TTY_COMPATIBLE=1 says that it is there.
+The progress bar wants a terminal. Under mpirun TTY_COMPATIBLE=1 says that there is one behind it.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, start = parse_arguments(), time.perf_counter()
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stderr)
     with di.session() as sess, Progress(console=console, disable=not console.is_terminal) as bar:
         least = sess.num_workers + 2
         if args.size < least:

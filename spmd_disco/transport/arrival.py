@@ -61,6 +61,9 @@ class Operation(IntEnum):
     #: Point-to-point messages have the signature of what they carry.
     SEND = 6
 
+    # Enum's own is written in Python, and operations are keys of a cache that each of them asks.
+    __hash__ = int.__hash__
+
 
 class Verdict(Enum):
     """What a member that arrived, or that shuts down, does after a position."""

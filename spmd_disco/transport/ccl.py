@@ -19,6 +19,9 @@ class ReduceKind(IntEnum):
     MAX = 3
     AVG = 4
 
+    # Enum's own is written in Python, and kinds are keys of caches that every operation asks.
+    __hash__ = int.__hash__
+
     @classmethod
     def of(cls, kind: object) -> ReduceKind:
         """Return the kind that `kind` means.

@@ -76,8 +76,12 @@ def check_destination(x: Array, what: str) -> None:
     flags = x.flags
     if not flags.writeable:
         raise ValueError(f"{what} is read-only and cannot be a destination; pass a copy")
-    if not flags.c_contiguous and any(
-        stride == 0 and length > 1 for stride, length in zip(x.strides, x.shape, strict=True)
+    if (
+        not flags.c_contiguous
+        and x.itemsize
+        and any(
+            stride == 0 and length > 1 for stride, length in zip(x.strides, x.shape, strict=True)
+        )
     ):
         raise ValueError(
             f"{what} is a broadcast view, in which elements share their memory, and cannot be a "

@@ -229,7 +229,7 @@ class MPICCL(CCL):
                 # A hook may complete it meanwhile; Test then says so again.
                 self._waiter.until(position.slot.request.Test, self._what)
                 if position.verdict is None:
-                    positions.progress()
+                    positions.look(position)
                 verdict = position.verdict
                 if verdict is Verdict.MOVE:
                     return

@@ -167,6 +167,8 @@ class Positions:
         slot = position.slot
         verdict = decide(position.record, slot.block)
         if verdict is Verdict.MOVE:
+            # Nobody waits for us any more.
+            self.asked = -1
             if position.move is not None:
                 position.move.run()
             elif position.state is State.SHUTDOWN:

@@ -14,7 +14,8 @@ The conventions:
 
 In what a block prints, ``…`` stands for any text, and as a line of its own for any lines. Standard
 output, standard error and the lines of each worker come in the order shown, but in no order among
-each other. Host names, folders and the ``^^^^`` under the lines of a traceback do not count.
+each other. Host names, process ids, folders of files, empty lines and the ``^^^^`` in
+tracebacks do not count.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ OPEN_MPI = {
 #: What the launchers print themselves when a job ends with another status than 0.
 BANNER = re.compile(
     r"-{60,}\n(?:.*\n)*?-{60,}\n|={60,}\n(?:.*\n)*?={60,}\n(?:YOUR APPLICATION.*\n(?:.*\n)*)?"
-    r"|^Abort\(.*\n|^\[[^]\n]*\] (?:PMIX|PRTE) ERROR.*\n|^\[warn\] Epoll .*\n|^MPI_ABORT .*\n",
+    r"|^(?:Abort\(|MPI_ABORT |\[[^]\n]*\] (?:PMIX|PRTE) ERROR|\[warn\] Epoll ).*(?:\n|\Z)",
     re.MULTILINE,
 )
 
@@ -134,7 +135,8 @@ def blocks_of(page: pathlib.Path, text: str) -> Iterator[Block]:
 
 def _plain(line: str) -> str:
     line = re.sub(r"(worker \d+) \([^)\s]+\) in ", r"\1 (host) in ", line.rstrip())
-    return re.sub(r'File ".*/', 'File "/', line)
+    line = re.sub(r"(worker \d+) \([^)\s]+, pid \d+\) ", r"\1 (host, pid) ", line)
+    return re.sub(r'(File "|\()/\S*/(\w+\.py\b)', r"\1/\2", line)
 
 
 def _marks_only(line: str) -> bool:
@@ -142,8 +144,10 @@ def _marks_only(line: str) -> bool:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of an output, without what differs between machines and Pythons."""
-    lines = [_plain(line) for line in text.replace("\0", "").splitlines()]
+    """Return the lines that a terminal would show, without what differs between machines."""
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text)
+    overwritten = (line.rpartition("\r")[2] for line in text.split("\n"))
+    lines = [_plain(line) for line in overwritten]
     return [line for line in lines if line and not _marks_only(line)]
 
 
@@ -206,7 +210,6 @@ def environment() -> Mapping[str, str]:
         "OMP_NUM_THREADS": "1",
         **kept,
         "PATH": scripts + os.pathsep + os.environ["PATH"],
-        "REPO": str(REPO),
     }
 
 
@@ -233,6 +236,8 @@ def run(command: str, folder: pathlib.Path, where: str) -> tuple[str, str]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+    # Open MPI's output may hold NUL bytes, and its terminals write "\r\n".
+    out, err = (text.replace("\0", "").replace("\r\n", "\n") for text in (out, err))
     if process.returncode:
         pytest.fail(f"{where}: {command}: status {process.returncode}\n{out}\n{err}", pytrace=False)
     return out, err
@@ -333,6 +338,10 @@ def check_page(page: pathlib.Path, text: str, folder: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_snippets(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    if page.stem == "examples":
+        for package in ("matplotlib", "rich"):
+            pytest.importorskip(package, reason=f"the examples need {package}: their extra has it")
+        (tmp_path / "docs").symlink_to(REPO / "docs")
     check_page(page, page.read_text(encoding="utf-8"), tmp_path)
 
 
