@@ -4,7 +4,7 @@ The conventions:
 
 * A ``python`` block with a name, ``title="app.py"`` behind the language or ``# app.py`` as its
   first line, is a file in the page's own folder. A ``text`` block after it shows what
-  ``mpirun -n 4 python -m spmd_disco app.py`` prints.
+  ``mpirun -n 4 python -m spmd_disco app.py`` prints; or a ``console`` block runs it.
 * The other ``python`` blocks of a page are one program, run in the same way. A ``text`` block after
   one shows what that block prints.
 * In a ``console`` block the lines that start with ``$ `` are run by a shell in the page's folder.
@@ -213,6 +213,11 @@ def environment() -> Mapping[str, str]:
     }
 
 
+def _decode(output: bytes) -> str:
+    # Open MPI's output may hold NUL bytes, and its terminals write "\r\n".
+    return output.decode(errors="replace").replace("\0", "").replace("\r\n", "\n")
+
+
 def run(command: str, folder: pathlib.Path, where: str) -> tuple[str, str]:
     """Run a shell command, and return what it has printed; its status must be 0."""
     with subprocess.Popen(
@@ -222,12 +227,10 @@ def run(command: str, folder: pathlib.Path, where: str) -> tuple[str, str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=LIMIT)
+            outputs = process.communicate(timeout=LIMIT)
         except BaseException:
             # The launcher passes SIGTERM on to its ranks.
             os.killpg(process.pid, signal.SIGTERM)
@@ -236,8 +239,7 @@ def run(command: str, folder: pathlib.Path, where: str) -> tuple[str, str]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-    # Open MPI's output may hold NUL bytes, and its terminals write "\r\n".
-    out, err = (text.replace("\0", "").replace("\r\n", "\n") for text in (out, err))
+    out, err = map(_decode, outputs)
     if process.returncode:
         pytest.fail(f"{where}: {command}: status {process.returncode}\n{out}\n{err}", pytrace=False)
     return out, err
@@ -293,19 +295,30 @@ def check_console(block: Block, folder: pathlib.Path) -> None:
         command, shown = line[2:], []
 
 
+def _uses(other: Block, file: Block, blocks: Sequence[Block]) -> bool:
+    """Tell whether a block runs a file, or shows what it prints."""
+    if other.language == "console" or not other.language:
+        return any(file.file_name in line for line in other.lines)
+    return other.language == "text" and blocks[blocks.index(other) - 1] is file
+
+
 def check_page(page: pathlib.Path, text: str, folder: pathlib.Path) -> None:
     """Do all that the head of this file says."""
     program: list[Block] = []
     outputs: dict[int, Block] = {}
     steps: list[tuple[Block, Block | None]] = []
     before: Block | None = None
-    for block in blocks_of(page, text):
+    blocks = list(blocks_of(page, text))
+    for block in blocks:
         after, before = before, block
         if block.title.startswith(NOT_RUN):
             assert block.title.removeprefix(NOT_RUN).strip(), f"{block.where}: no reason is given"
         elif block.language == "python" and block.file_name:
             code = "\n".join(block.lines) + "\n"
             (folder / block.file_name).write_text(code, encoding="utf-8")
+            assert any(_uses(other, block, blocks) for other in blocks), (
+                f"{block.where}: nothing on the page runs {block.file_name}"
+            )
         elif block.language == "python":
             program.append(block)
         elif block.language == "text" and after is not None and after.language == "python":
@@ -360,6 +373,7 @@ def failure_of(text: str, folder: pathlib.Path) -> str:
     ("text", "complaint"),
     [
         ("```bash\nls\n```\n", "not run"),
+        ('```python title="a.py"\n1\n```\n', "nothing on the page runs a.py"),
         ("text\n\n    ls\n", "not run"),
         ("```text\nalone\n```\n", "not run"),
         ('```bash title="not run by the tests: "\nls\n```\n', "no reason"),
