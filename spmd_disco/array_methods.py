@@ -95,6 +95,7 @@ class ArrayMethods:
             raise TypeError(f"the host array is a NumPy array, not {host_array!r}")
         if not host_array.flags.writeable:
             raise ValueError("the host array is read-only")
+        _need_drefs(remote_array=remote_array)
         self._encoder.own(remote_array)
         self._controller.ask(DiscoAction.SYNC_WORKER, target=0)
         value = self._view(remote_array)
@@ -126,6 +127,7 @@ class ArrayMethods:
         if remote_array is None:
             remote_array = self.empty(array.shape, array.dtype, None, True, False)
         else:
+            _need_drefs(remote_array=remote_array)
             self._encoder.own(remote_array)
             self._check_destination(remote_array, array)
         parts, flags = encode_plain(array, "the host array")
@@ -187,6 +189,7 @@ class ArrayMethods:
         array = host(src)
         if dst is None:
             dst = self.empty(array.shape, array.dtype)
+        _need_drefs(dst=dst)
         self._call("runtime.disco._broadcast_array", (self.copy_to_worker_0(array), dst), {})
         return dst
 
@@ -203,6 +206,7 @@ class ArrayMethods:
         DRef
             `dst`.
         """
+        _need_drefs(src=src, dst=dst)
         self._call("runtime.disco.broadcast_from_worker0", (src, bool(in_group), dst), {})
         return dst
 
@@ -234,10 +238,15 @@ class ArrayMethods:
             raise ValueError(
                 f"scatter() got an array of shape {array.shape}: its first dimension must be "
                 f"{receivers}, the number of receiving workers"
-                + (" in each group" if receivers != self.num_workers else "")
+                + (
+                    f" in each group; with in_group=False it is {self.num_workers}"
+                    if receivers != self.num_workers
+                    else ""
+                )
             )
         if dst is None:
             dst = self.empty(array.shape[1:], array.dtype)
+        _need_drefs(dst=dst)
         remote = self.copy_to_worker_0(array)
         if receivers == self.num_workers:
             self.scatter_from_worker0(remote, dst, in_group)
@@ -256,6 +265,7 @@ class ArrayMethods:
             Its element count is that of `to_array` times the number of receivers.
         to_array : DRef
         """
+        _need_drefs(from_array=from_array, to_array=to_array)
         self._call("runtime.disco.scatter_from_worker0", (from_array, bool(in_group), to_array), {})
 
     def gather_to_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> None:
@@ -268,6 +278,7 @@ class ArrayMethods:
             Its element count is that of `from_array` times the number of senders; needed on the
             receiver alone.
         """
+        _need_drefs(from_array=from_array, to_array=to_array)
         self._call("runtime.disco.gather_to_worker0", (from_array, bool(in_group), to_array), {})
 
     def allreduce(self, src: DRef, dst: DRef, op: str = "sum", in_group: bool = True) -> DRef:
@@ -292,6 +303,7 @@ class ArrayMethods:
         ValueError
             There is no such `op`.
         """
+        _need_drefs(src=src, dst=dst)
         kind = int(ReduceKind.of(op))
         self._call("runtime.disco.allreduce", (src, kind, bool(in_group), dst), {})
         return dst
@@ -312,6 +324,7 @@ class ArrayMethods:
         DRef
             `dst`.
         """
+        _need_drefs(src=src, dst=dst)
         self._call("runtime.disco.allgather", (src, bool(in_group), dst), {})
         return dst
 
@@ -333,11 +346,22 @@ class ArrayMethods:
         WorkerError
             The shapes or dtypes differ, or an earlier command failed.
         """
+        _need_drefs(dref=dref)
         self._encoder.own(dref)
         gathered = self._call("runtime.disco._gather_all", (dref,), {})
         self.sync()
         result: np.ndarray[Any, Any] = self._view(gathered)
         return result
+
+
+def _need_drefs(**arguments: object) -> None:
+    """Refuse arrays where registers are wanted: the workers would work on copies of them."""
+    for name, value in arguments.items():
+        if not isinstance(value, DRef):
+            raise TypeError(
+                f"{name} is a DRef, not a {type(value).__name__}: an array gets to the workers "
+                "with broadcast(), scatter(), put() or copy_to_worker_0()"
+            )
 
 
 def array_dtype(dtype: Any) -> np.dtype[Any]:

@@ -7,6 +7,7 @@ numbers are little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import pickle
 import struct
@@ -163,10 +164,11 @@ def encode_value(value: Any) -> tuple[list[Part], int]:
     Exception
         Whatever pickling `value` raises.
     """
-    try:
-        return [_COMPACT[type(value)](value)], 0
-    except (KeyError, struct.error, RecursionError):
-        return _pickle(value)
+    encode = _COMPACT.get(type(value))
+    if encode is not None:
+        with contextlib.suppress(KeyError, struct.error, RecursionError):
+            return [encode(value)], 0
+    return _pickle(value)
 
 
 def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Part], int]:

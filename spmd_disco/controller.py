@@ -122,7 +122,7 @@ class Controller:
         DiscoError
         """
         if self.closed:
-            raise SessionClosedError(f"{self.name()} is shut down: open a new session")
+            raise SessionClosedError(f"the session is shut down ({self.name()}): open a new one")
         if _forked:
             raise DiscoError(
                 f"{self.name()} belongs to process {os.getppid()}, from which this one was "

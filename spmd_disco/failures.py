@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from types import TracebackType
 from typing import Any
 
 from . import pickling
-from .errors import Failure, InheritedFailure, PeerError
+from .errors import DiscoError, Failure, InheritedFailure, PeerError
 
 __all__ = ["describe_failure", "function_name"]
 
@@ -49,10 +50,13 @@ def function_name(function: Any) -> str:
         return "a function sent by value"
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     module = getattr(function, "__module__", None)
+    if module == f"{__package__}.builtin":
+        module = "runtime.disco"  # as they are registered
     return name if module in (None, "__main__", "builtins") else f"{module}.{name}"
 
 
-_INTERPRETER = f"{__package__}.worker"
+def _is_ours(tb: TracebackType) -> bool:
+    return str(tb.tb_frame.f_globals.get("__name__")).startswith(f"{__package__}.")
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:
@@ -71,10 +75,13 @@ def _text_of(error: BaseException) -> str:
 
 
 def _traceback_of(error: BaseException) -> str:
-    # The first frames are the interpreter's own.
-    tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_globals.get("__name__") == _INTERPRETER:
-        tb = tb.tb_next
+    # The first frames are the interpreter's own. Where all are ours and it is the arguments that
+    # are wrong, the message says all there is to say.
+    tb = theirs = error.__traceback__
+    while theirs is not None and _is_ours(theirs):
+        theirs = theirs.tb_next
+    if theirs is not None or isinstance(error, ValueError | TypeError | DiscoError):
+        tb = theirs
     if tb is None and error.__cause__ is None and error.__context__ is None:
         return ""  # it would be the message once more
     try:

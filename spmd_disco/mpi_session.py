@@ -32,7 +32,7 @@ class MPISession(Session):
 
     Collective over `comm`. On rank 0 it is the controller's `Session`. On any other rank, entering
     the ``with`` block, or `serve`, runs the worker until the controller shuts down, and the ``as``
-    target is None, as with ``mpi4py.futures.MPICommExecutor``::
+    target is None, as with ``mpi4py.futures.MPICommExecutor``:
 
         with MPISession(comm) as sess:
             if sess is not None:
@@ -73,8 +73,8 @@ class MPISession(Session):
         close_dropped_session()
         if Rank.latest is not None and not Rank.latest.ended:
             raise DiscoError(
-                f"{Rank.latest.describe()} is open on these ranks: shut it down before you open "
-                "another"
+                f"a session is open on these ranks ({Rank.latest.describe()}): shut it down before "
+                "you open another"
             )
         from mpi4py import MPI
 

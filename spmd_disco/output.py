@@ -119,6 +119,13 @@ class _Stream(io.TextIOBase):
                 self._hold(text)
         return len(text)
 
+    def __getattr__(self, name: str) -> Any:
+        # What a stream of another library offers besides. With rich, for one, sys.stdout is a proxy
+        # that would otherwise write to this stream, which writes to the proxy.
+        if name.startswith("_") or self.target is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.target, name)
+
     def _hold(self, text: str) -> None:
         self._held.append(text)
         self._owner._pending = True

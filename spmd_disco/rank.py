@@ -163,7 +163,8 @@ class Rank:
         info = self._info
         groups = f" in {info.num_groups} groups" if info.num_groups > 1 else ""
         closed = " (shut down)" if self.controller is not None and self.controller.closed else ""
-        return f"MPISession: {info.num_workers} workers{groups}{closed}"
+        workers = f"{info.num_workers} worker{'s' if info.num_workers > 1 else ''}"
+        return f"MPISession: {workers}{groups}{closed}"
 
     # Serving --------------------------------------------------------------------------------------
 

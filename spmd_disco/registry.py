@@ -126,7 +126,8 @@ def import_path(path: str) -> Any:
                 raise
             continue
         return _attributes(module, names[split:], path)
-    raise ValueError(f"{path!r} is neither a global function nor a dotted path to import")
+    why = f"there is no module {names[0]!r}" if len(names) > 1 else "a path has a dot in it"
+    raise ValueError(f"{path!r} is neither a global function nor a dotted path to import: {why}")
 
 
 def _attributes(value: Any, names: list[str], path: str) -> Any:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -306,6 +306,12 @@ class Session(ArrayMethods):
         return DRef(register, self, number)
 
     # Context --------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "the session cannot be sent to workers or used in their functions: commands come from "
+            "the controller alone"
+        )
 
     def __enter__(self) -> Session | None:
         return self

@@ -192,12 +192,14 @@ class Worker:
             self._actions[command.action](command)
         except BaseException as e:
             self._fail(command, e)
+            # Not in the `finally`: an interrupt in _fail must not pass for the end of the command.
+            self.finished = command.number
             return e
         finally:
             self.running = False
             self.function = None
             _current.worker = previous
-            self.finished = command.number
+        self.finished = command.number
         return None
 
     def abandon(self, command: Command, error: BaseException) -> None:
@@ -240,7 +242,8 @@ class Worker:
 
     def _call(self, command: Command) -> None:
         function, end = self._function(command.payload)
-        self.function = function
+        if callable(function):
+            self.function = function
         if command.number <= self.interrupted_through:
             raise KeyboardInterrupt
         kwargs: dict[str, Any] = {}
@@ -327,6 +330,9 @@ class Worker:
             self.ccl.sync_worker()
             self._answer(Reply(command.number, value))
         except Exception as e:
+            if not isinstance(e, DiscoError):
+                kind = type(value).__name__
+                e = TypeError(f"the value, of type {kind}, cannot be pickled: {e}")
             # A value that cannot be sent; the reply that says so can.
             self._answer(Reply(command.number, failure=self._describe(command, e)))
 

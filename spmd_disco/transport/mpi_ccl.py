@@ -9,10 +9,8 @@ before the arrival; so nobody ever sits in an MPI call for a peer that does not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from ..errors import PeerError, SessionClosedError
@@ -25,22 +23,21 @@ from .arrival import (
     peer_text,
     signature,
 )
-from .atomic import Step
 from .ccl import CCL, ReduceKind
-from .layout import (
-    Array,
-    check_destination,
-    copy_into,
-    host_array,
-    overlapping,
-    packed,
-    same_memory,
-    unpack,
-)
+from .layout import Array, copy_into, host_array
 from .moves import Move, Moves
 from .p2p import Mailbox
 from .positions import Positions
-from .reduce import Reduction, reduction
+from .prepare import (
+    allreduce_move,
+    broadcast_move,
+    check_parts,
+    copy_move,
+    destination,
+    elements,
+    source_array,
+)
+from .reduce import reduction
 from .wait import Waiter
 
 __all__ = ["MPICCL"]
@@ -279,13 +276,13 @@ class MPICCL(CCL):
     def allreduce(self, send: Any, kind: object, in_group: bool, recv: Any) -> None:
         members = self._members_of(in_group)
         send = host_array(send, "send")
-        recv = _destination(recv, "recv", send.dtype)
+        recv = destination(recv, "recv", send.dtype)
         if type(kind) is not ReduceKind:
             kind = ReduceKind.of(kind)
         how = reduction(send.dtype, kind)
         if send.size != recv.size:
             raise ValueError(
-                f"allreduce: send has {_elements(send)} and recv {_elements(recv)}; they must be "
+                f"allreduce: send has {elements(send)} and recv {elements(recv)}; they must be "
                 "as many"
             )
         if members.positions is None:
@@ -297,30 +294,30 @@ class MPICCL(CCL):
                 Operation.ALLREDUCE,
                 kind,
                 send,
-                _allreduce_move(members.moves, how, send, recv),
+                allreduce_move(members.moves, how, send, recv),
             )
 
     def allgather(self, send: Any, in_group: bool, recv: Any) -> None:
         members = self._members_of(in_group)
         send = host_array(send, "send")
-        recv = _destination(recv, "recv", send.dtype)
-        _check_parts("allgather", "recv", recv, members.size, send, "every worker's send")
+        recv = destination(recv, "recv", send.dtype)
+        check_parts("allgather", "recv", recv, members.size, send, "every worker's send")
         if members.positions is None:
             copy_into(recv, send)
             return
         with self._lock:
-            move = _copy_move(members.moves.allgather, send, recv)
+            move = copy_move(members.moves.allgather, send, recv)
             self._arrive(members, Operation.ALLGATHER, None, send, move)
 
     def broadcast_from_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
         members = self._members_of(in_group)
-        recv = _destination(recv, "recv")
+        recv = destination(recv, "recv")
         if members.first:
-            send = _source(send, "broadcast_from_worker0", recv)
+            send = source_array(send, "broadcast_from_worker0", recv)
             if send.size != recv.size:
                 raise ValueError(
-                    f"broadcast_from_worker0: send has {_elements(send)} and recv "
-                    f"{_elements(recv)}; they must be as many"
+                    f"broadcast_from_worker0: send has {elements(send)} and recv "
+                    f"{elements(recv)}; they must be as many"
                 )
             if members.positions is None:
                 copy_into(recv, send)
@@ -328,37 +325,37 @@ class MPICCL(CCL):
         else:
             send = None
         with self._lock:
-            move = _broadcast_move(members.moves, send, recv)
+            move = broadcast_move(members.moves, send, recv)
             self._arrive(members, Operation.BROADCAST_FROM_WORKER0, None, recv, move)
 
     def scatter_from_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
         members = self._members_of(in_group)
-        recv = _destination(recv, "recv")
+        recv = destination(recv, "recv")
         if members.first:
-            send = _source(send, "scatter_from_worker0", recv)
-            _check_parts("scatter_from_worker0", "send", send, members.size, recv, "recv")
+            send = source_array(send, "scatter_from_worker0", recv)
+            check_parts("scatter_from_worker0", "send", send, members.size, recv, "recv")
             if members.positions is None:
                 copy_into(recv, send)
                 return
         else:
             send = None
         with self._lock:
-            move = _copy_move(members.moves.scatter, send, recv)
+            move = copy_move(members.moves.scatter, send, recv)
             self._arrive(members, Operation.SCATTER_FROM_WORKER0, None, recv, move)
 
     def gather_to_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
         members = self._members_of(in_group)
         send = host_array(send, "send")
         if members.first:
-            recv = _destination(recv, "recv", send.dtype)
-            _check_parts("gather_to_worker0", "recv", recv, members.size, send, "send")
+            recv = destination(recv, "recv", send.dtype)
+            check_parts("gather_to_worker0", "recv", recv, members.size, send, "send")
             if members.positions is None:
                 copy_into(recv, send)
                 return
         else:
             recv = None
         with self._lock:
-            move = _copy_move(members.moves.gather, send, recv)
+            move = copy_move(members.moves.gather, send, recv)
             self._arrive(members, Operation.GATHER_TO_WORKER0, None, send, move)
 
     # Point to point -------------------------------------------------------------------------------
@@ -385,7 +382,7 @@ class MPICCL(CCL):
             self._mailbox.send(worker, self._command, buffer)
 
     def _receive(self, buffer: Any, worker: int, name: str) -> None:
-        buffer = _destination(buffer, "buffer")
+        buffer = destination(buffer, "buffer")
         with self._lock:
             self._wait = f"{name} from worker {worker}"
             try:
@@ -465,122 +462,3 @@ class MPICCL(CCL):
 
 def _phrase(operation: Operation, index: int, where: str) -> str:
     return f"{operation.name.lower()} {where} (operation {index})"
-
-
-# Checks -------------------------------------------------------------------------------------------
-
-
-def _destination(x: Any, what: str, dtype: np.dtype[Any] | None = None) -> Array:
-    """Return `x` as an array that can be written, of `dtype` where one is given."""
-    array = host_array(x, what)
-    check_destination(array, what)
-    if dtype is not None and array.dtype != dtype:
-        _refuse_dtypes(dtype, array.dtype)
-    return array
-
-
-def _source(x: Any, operation: str, recv: Array) -> Array:
-    if x is None:
-        raise TypeError(f"{operation}: send is None on worker 0, whose array is the source")
-    array = host_array(x, "send")
-    if array.dtype != recv.dtype:
-        _refuse_dtypes(array.dtype, recv.dtype)
-    return array
-
-
-def _refuse_dtypes(send: np.dtype[Any], recv: np.dtype[Any]) -> None:
-    raise TypeError(
-        f"send has dtype {send} and recv {recv}; they must be equal: convert one with astype"
-    )
-
-
-def _elements(x: Array) -> str:
-    return f"{x.size} element{'' if x.size == 1 else 's'} {x.shape}"
-
-
-def _check_parts(
-    operation: str, whole_name: str, whole: Array, parts: int, part: Array, part_name: str
-) -> None:
-    """Check that `whole` is as large as `parts` arrays like `part`."""
-    if whole.size % parts:
-        raise ValueError(
-            f"{operation}: {whole_name} has {_elements(whole)}, which cannot be divided evenly "
-            f"among {parts} workers"
-        )
-    if whole.size != parts * part.size:
-        raise ValueError(
-            f"{operation}: {whole_name} has {_elements(whole)}, and {part_name} "
-            f"{_elements(part)}; with {parts} workers {whole_name} must have "
-            f"{parts * part.size}"
-        )
-
-
-# Moves from arrays of any layout ------------------------------------------------------------------
-
-
-def _allreduce_move(moves: Moves, how: Reduction, send: Array, recv: Array) -> Move:
-    """Prepare a reduction: what is not contiguous or of another dtype goes through a copy."""
-    work = how.work
-    quiet = how.plain and work == send.dtype
-    source, target = send, recv
-    after: list[Step] = []
-    if work == np.uint8 and send.dtype == np.bool_:
-        source = packed(send).view(np.uint8)
-        if recv.flags.c_contiguous:
-            target = recv.view(np.uint8)
-    elif not (quiet and send.flags.c_contiguous):
-        with np.errstate(all="ignore"):
-            source = packed(send, work)
-    if target.dtype != work or not target.flags.c_contiguous:
-        target = np.empty(recv.shape, work)
-        after = [unpack(recv, target)]
-    if source is not target and overlapping(source, target):
-        source = target if same_memory(source, target) else source.copy()
-
-    def detached() -> list[Step]:
-        result = source.copy() if source is target else np.empty_like(target)
-        return moves.allreduce(how, result if source is target else source.copy(), result)
-
-    steps = moves.allreduce(how, source, target)
-    steps += after
-    return Move(steps, detached, quiet)
-
-
-def _copy_move(
-    make: Callable[[Any, Any], list[Step]], send: Array | None, recv: Array | None
-) -> Move:
-    """Prepare a move of bytes from `send` to `recv`, where they are given."""
-    source = None if send is None else packed(send)
-    target = recv
-    after: list[Step] = []
-    if recv is not None and not recv.flags.c_contiguous:
-        target = np.empty(recv.shape, recv.dtype)
-        after = [unpack(recv, target)]
-    if source is not None and target is not None and overlapping(source, target):
-        source = source.copy()
-
-    def detached() -> list[Step]:
-        return make(
-            None if source is None else source.copy(),
-            None if target is None else np.empty_like(target),
-        )
-
-    return Move([*make(source, target), *after], detached)
-
-
-def _broadcast_move(moves: Moves, send: Array | None, recv: Array) -> Move:
-    """Prepare a broadcast: from `send` on the first member, into `recv` on the others."""
-    after: list[Step] = []
-    if send is not None:
-        buffer = packed(send)
-        if send is not recv:
-            if buffer is send and overlapping(send, recv):
-                # `recv` is written from it only after it has been sent, but may lie across it.
-                buffer = buffer.copy()
-            after = [unpack(recv, buffer)]
-    elif recv.flags.c_contiguous:
-        buffer = recv
-    else:
-        buffer = np.empty(recv.shape, recv.dtype)
-        after = [unpack(recv, buffer)]
-    return Move([*moves.broadcast(buffer), *after], lambda: moves.broadcast(buffer.copy()))

@@ -200,6 +200,7 @@ class MPIControllerChannel(ControllerChannel):
             self._waiter.until(
                 lambda: self._has_room(size),
                 lambda: f"worker {self._slowest()} to work off earlier commands",
+                idle=True,
             )
 
     def _unread(self, rank: int) -> tuple[int, int]:

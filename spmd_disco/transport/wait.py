@@ -122,7 +122,7 @@ class Waiter:
             if end is not None and now >= end:
                 raise DiscoTimeout(f"after {timeout:g} s still waiting for {what()}")
             if warn_at is not None and now >= warn_at:
-                logger.warning("waiting for %s since %.0f s", what(), now - start)
+                logger.warning("waiting for %s since %.3g s", what(), now - start)
                 warn_at = now + 2 * (now - start)
             waited = now - start
             longest = next(limit for since, limit in LONGEST_SLEEPS if waited >= since)

@@ -44,6 +44,7 @@ LIMIT = 60.0
 #: run here. The commands before the output of an app are run by the rule for files.
 README_INDENTED = {
     f"{DEFAULT_RUN} app.py": "run by the rule for files",
+    "mpirun -n 4 python embedded.py": "tests/launcher/test_embedded.py has programs like this",
     "./scripts/demo": "makes a virtual environment, and runs what the continuous integration runs",
     "cosine similarities": "tests/test_examples.py compares the example with the published model",
     "pip install -e .": "installs packages",

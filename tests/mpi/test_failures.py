@@ -150,7 +150,20 @@ def test_results_that_cannot_be_pickled(sess):
         with pytest.raises(di.WorkerError, match=f"worker {i} .*pickle"):
             ref.get(i)
     assert sess.call(lambda lock: lock.locked(), ref).get_all() == [False] * sess.num_workers
+    generator = sess.call(lambda: (i for i in range(3)))
+    with pytest.raises(di.WorkerError, match="of type generator, cannot be pickled") as caught:
+        generator.get(sess.num_workers - 1)
+    assert "Traceback" not in str(caught.value)
     sess.sync()
+
+
+def test_what_is_not_a_function(sess):
+    ref = sess.put([100] * sess.num_workers)
+    sess.call(ref, 1)
+    with pytest.raises(di.WorkerError, match=f"in register {ref.reg_id}, .*100 is not callable"):
+        sess.sync()
+    with pytest.raises(TypeError, match="session cannot be sent"):
+        sess.call(lambda: sess.sync())
 
 
 class _LoadsBadly:

@@ -203,6 +203,19 @@ def test_collectives_of_the_session(sess, num_groups):
             np.testing.assert_array_equal(got, members(i, in_group)[0])
     with pytest.raises(ValueError, match="sum"):
         sess.allreduce(src, src, "median")
+    array = np.zeros(2)
+    for misuse in (
+        lambda: sess.allreduce(array, src),
+        lambda: sess.allgather(src, array),
+        lambda: sess.broadcast_from_worker0(array, src),
+        lambda: sess.scatter_from_worker0(src, array),
+        lambda: sess.gather_to_worker0(array, src),
+        lambda: sess.broadcast(array, array),
+        lambda: sess.copy_to_worker_0(array, array),
+        lambda: sess.gather(array),
+    ):
+        with pytest.raises(TypeError, match="is a DRef, not a ndarray"):
+            misuse()
     sess.sync()
 
 
@@ -262,7 +275,7 @@ def test_gather(sess):
 def test_reprs(sess):
     ref = sess.call(int)
     assert repr(ref) == f"<DRef: register {ref.reg_id} of {sess!r}>"
-    assert f"{sess.num_workers} workers" in repr(sess)
+    assert f"{sess.num_workers} worker" in repr(sess)
     assert "DPackedFunc" in repr(sess.get_global_func("runtime.disco.empty"))
 
 
