@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -137,25 +136,3 @@ def test_minilm_names_what_is_wrong_with_a_text(
     assert job.status == 2, str(job)
     assert complaint in job.stderr, str(job)
     assert "Traceback" not in job.stderr, str(job)
-
-
-def same_everywhere(output: str) -> list[str]:
-    """Return the lines sorted, as workers print when they get there, without host and folder."""
-    output = re.sub(r"(worker \d+) \(\S+\) in", r"\1 (host) in", output)
-    return sorted(re.sub(r'File ".*/', 'File "/', output).splitlines())
-
-
-@pytest.mark.parametrize("name", ["app.py", "failing.py"])
-def test_the_apps_in_the_readme_print_what_it_says(
-    name: str, run_job: Callable[..., Any], tmp_path: pathlib.Path
-) -> None:
-    readme = (REPO / "README.md").read_text(encoding="utf-8")
-    pattern = rf"```python\n(# {re.escape(name)}\n.*?)```.*?```text\n(.*?)```"
-    found = re.search(pattern, readme, re.DOTALL)
-    assert found, f"README.md has no {name} with its output below it"
-    code, output = found.groups()
-    app = tmp_path / name
-    app.write_text(code, encoding="utf-8")
-    job = run_job(4, "-m", "spmd_disco", app)
-    assert job.status == 0, str(job)
-    assert same_everywhere(job.stdout) == same_everywhere(output), str(job)
