@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import log_context
 from .device import Device
 from .errors import DiscoError
 from .registry import register_func
@@ -184,18 +184,14 @@ def _module_get_function(module: Any, name: str) -> Any:
 
 
 @register_func(PREFIX + "_configure")
-def _configure(path: Sequence[str], level: int) -> None:
-    """Give a worker the controller's import path and logging level."""
+def _configure(path: Sequence[str], level: int, structlog_part: bytes | None) -> None:
+    """Give a worker the controller's import path and logging."""
     if get_worker().worker_id == 0:
         return
     known = set(sys.path)
     sys.path.extend(entry for entry in path if entry not in known)
-    root = logging.getLogger()
-    if root.level != level:
-        if not root.handlers:
-            logging.basicConfig()
-        root.setLevel(level)
     importlib.invalidate_caches()
+    log_context.adopt(level, structlog_part)
 
 
 @register_func(PREFIX + "_init_ccl")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .config import PREFIX
+from .crowding import BLAS_THREADS
 from .ranks import launcher
 from .singleton import trap
 
@@ -23,7 +24,6 @@ __all__ = ["collect"]
 
 _PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "cloudpickle")
 _THREAD_LEVELS = ("MPI_THREAD_SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def _version(package: str) -> str:
@@ -51,7 +51,7 @@ def _blas_threads() -> str:
         ]
         if blas:
             return ", ".join(blas)
-    said = [f"{name}={os.environ[name]}" for name in _BLAS_THREADS if os.environ.get(name)]
+    said = [f"{name}={os.environ[name]}" for name in BLAS_THREADS if os.environ.get(name)]
     return ", ".join(said) or "not limited by the environment"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from ._version import __version__
+from .config import flag
 from .controller import Controller
+from .crowding import crowding, here
 from .device import cpu
 from .errors import DiscoError
 from .interrupt import WorkerInterrupts, uninterrupted
@@ -37,6 +40,8 @@ class Rank:
     #: What was opened last in this process; no more than one is open at a time. It is set as soon
     #: as all ranks have opened, so that one whose opening was interrupted then can be closed.
     latest: ClassVar[Rank | None] = None
+    #: Whether this process has said that there are more threads than cores.
+    warned: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
         self._waiter = Waiter(timeout)
@@ -115,7 +120,11 @@ class Rank:
 
     def _agree(self, num_groups: int, timeout: float | None) -> None:
         mine = (num_groups, timeout, __version__)
-        given = self._control.allgather(mine)
+        given, places = zip(*self._control.allgather((mine, here())), strict=True)
+        warning = crowding(places) if self._control.rank == 0 else None
+        if warning is not None and not Rank.warned and flag("CROWDING_WARNING", True):
+            Rank.warned = True
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         if any(other != given[0] for other in given):
             self._free()
             ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))

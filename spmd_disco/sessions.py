@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import registry
+from . import log_context, registry
 from .array_methods import ArrayMethods
 from .calls import CallEncoder, encode_plain
 from .controller import Controller
@@ -33,8 +32,8 @@ class Session(ArrayMethods):
     Any thread may use a session; worker functions may not.
     """
 
-    #: The import path and the logging level that the workers have been told of.
-    _context: tuple[list[str], int] = ([], -1)
+    #: The import path and the logging that the workers have been told of.
+    _context: tuple[list[str], log_context.LogContext] = ([], (-1, None, None))
 
     #: Set by the session kinds, on the controller.
     _controller: Controller
@@ -172,12 +171,13 @@ class Session(ArrayMethods):
         return lambda *args: self._call(name, args, {})
 
     def _share_context(self) -> None:
-        """Tell the workers of a changed import path or logging level, before they need them."""
-        context = (sys.path, logging.root.level)
-        if context != self._context:
+        """Tell the workers of a changed import path or logging, before they need them."""
+        log = log_context.current()
+        if (sys.path, log) != self._context:
             # Set first: the call below comes by here, too.
-            self._context = (list(sys.path), logging.root.level)
-            self._call("runtime.disco._configure", self._context, {})
+            self._context = (list(sys.path), log)
+            level, structlog_part = log[0], log_context.encode(log)
+            self._call("runtime.disco._configure", (list(sys.path), level, structlog_part), {})
 
     # Waiting --------------------------------------------------------------------------------------
 

@@ -51,12 +51,8 @@ launcher=(mpirun -n "$SLURM_NTASKS" --bind-to none)
 
 "${launcher[@]}" bash -c "$rank" rank "$@" &
 launcher_pid=$!
-pass_on() {
-    again=yes
-    kill -s "$1" "$launcher_pid" 2>/dev/null
-}
-trap 'pass_on USR1' USR1
-trap 'pass_on TERM' TERM
+trap 'again=yes; kill -s USR1 "$launcher_pid" 2>/dev/null' USR1
+trap 'again=yes; kill -s TERM "$launcher_pid" 2>/dev/null' TERM
 while again=; wait "$launcher_pid"; status=$?; [ -n "$again" ]; do
     : # a signal has only interrupted the wait
 done

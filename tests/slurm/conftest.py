@@ -36,6 +36,8 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
         "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # The virtual nodes share the cores of this machine.
+        "SPMD_DISCO_CROWDING_WARNING": "0",
         # What docs/launching.md advises for one machine; the job script must cope with it.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
