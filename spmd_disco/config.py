@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["flag", "setting"]
+__all__ = ["flag", "seconds", "setting"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,14 @@ def setting(name: str, default: T, parse: Callable[[str], T]) -> T:
         return parse(text)
     except ValueError as e:
         raise ValueError(f"{PREFIX}{name}={text!r} in the environment: {e}") from None
+
+
+def seconds(text: str) -> float:
+    """Parse a number from 0, as of seconds; not a number is refused, too."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("a finite number from 0 is allowed")
+    return value
 
 
 def flag(name: str, default: bool) -> bool:

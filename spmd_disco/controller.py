@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import numbers
 import os
 import pickle
 import threading
@@ -32,7 +33,8 @@ from .protocol import (
     payload_offset,
     reply_number,
 )
-from .worker import CODE_CACHE, Worker, current_worker
+from .transport.atomic import try_lock
+from .worker import Worker, current_worker, forget_old_codes
 
 if TYPE_CHECKING:
     from .dref import DRef
@@ -96,12 +98,15 @@ class Controller:
         self.registers = itertools.count(1)
         self.lock = threading.RLock()
         self.closed = False
+        #: Whether a command is on its way out; under the lock only its own thread can see that.
+        self._submitting = False
         #: Functions sent by value, as the workers remember them.
         self.codes: OrderedDict[bytes, bytes] = OrderedDict()
         self.worker.code_source = self.codes
         self._output = output
         self.name = name
-        self._polling = threading.Lock()
+        #: Held by whoever uses the channel to receive.
+        self.polling = threading.Lock()
         #: By worker and command number. Worker 0's are decoded already.
         self._replies: dict[tuple[int, int], Reply | memoryview] = {}
         #: Commands whose replies nobody waits for any more.
@@ -164,60 +169,81 @@ class Controller:
             Ctrl-C struck. If the command had been published by then, worker 0's half has failed,
             and the others are told to cancel theirs.
         """
-        self.check()
         with self.lock:
-            dead = list(self._dead)
-            kills = [self._alive[ref] for ref in dead if ref in self._alive] if dead else []
-            channel, worker = self.channel, self.worker
-            number = channel.published + 1
-            message = encode_command(number, action, payload, flags, target, register, kills)
-            channel.reserve(len(message))
-            self.interrupts.hit = False
+            self.check()
+            if self._submitting:
+                raise DiscoError(
+                    "the session was used in the middle of one of its own commands, by a signal "
+                    "handler or a finaliser: let that set a flag, and use the session later"
+                )
+            self._submitting = True
             try:
-                channel.publish(number, target, message)
-                # Registers are numbered once and for all, so one that is reported dead twice, since
-                # an interrupt came in here, does no harm.
-                for ref in dead:
-                    self._alive.pop(ref, None)
-                    self._dead.popleft()
-                if code is not None:
-                    self._remember(*code)
-                if local is None:
-                    command = self._own_copy(message, flags)
-                else:
-                    offset = payload_offset(kills)
-                    command = Command(
-                        number,
-                        action,
-                        flags,
-                        target,
-                        register,
-                        kills,
-                        memoryview(message)[offset:],
-                        offset,
-                        local,
-                    )
-                if action is DiscoAction.CALL_PACKED:
+                return self._submit(action, payload, flags, target, register, code, local)
+            finally:
+                self._submitting = False
+
+    def _submit(
+        self,
+        action: DiscoAction,
+        payload: Sequence[Part],
+        flags: int,
+        target: int,
+        register: int,
+        code: tuple[bytes, bytes] | None,
+        local: Sequence[Any] | None,
+    ) -> int:
+        dead = list(self._dead)
+        kills = [self._alive[ref] for ref in dead if ref in self._alive] if dead else []
+        channel, worker = self.channel, self.worker
+        number = channel.published + 1
+        message = encode_command(number, action, payload, flags, target, register, kills)
+        channel.reserve(len(message))
+        self.interrupts.hit = False
+        try:
+            channel.publish(number, target, message)
+            # Registers are numbered once and for all, so one that is reported dead twice, since
+            # an interrupt came in here, does no harm.
+            for ref in dead:
+                self._alive.pop(ref, None)
+                self._dead.popleft()
+            if code is not None:
+                self._remember(*code)
+            if local is None:
+                command = self._own_copy(message, flags)
+            else:
+                offset = payload_offset(kills)
+                command = Command(
+                    number,
+                    action,
+                    flags,
+                    target,
+                    register,
+                    kills,
+                    memoryview(message)[offset:],
+                    offset,
+                    local,
+                )
+            if action is DiscoAction.CALL_PACKED:
+                try:
                     self._output.enter()
-                    try:
-                        error = worker.execute(command)
-                    finally:
-                        self._output.leave()
-                else:
                     error = worker.execute(command)
-            except BaseException as e:
-                if channel.published == number and worker.finished != number:
-                    interrupted = isinstance(e, KeyboardInterrupt)
-                    if interrupted:
-                        worker.interrupted_through = number
-                    worker.abandon(decode_command(message), e)
-                    if interrupted:
-                        self._interrupt_workers()
-                raise
-            if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
-                self._interrupt_workers()
-                raise KeyboardInterrupt
-            return number
+                finally:
+                    self._output.leave()
+            else:
+                error = worker.execute(command)
+        except BaseException as e:
+            if channel.published == number and worker.finished != number:
+                interrupted = isinstance(e, KeyboardInterrupt)
+                if interrupted:
+                    worker.interrupted_through = number
+                worker.abandon(decode_command(message), e)
+                if interrupted:
+                    self._interrupt_workers()
+            raise
+        if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
+            self._interrupt_workers()
+            raise KeyboardInterrupt
+        return number
 
     @staticmethod
     def _own_copy(message: bytes, flags: int) -> Command:
@@ -229,8 +255,7 @@ class Controller:
     def _remember(self, digest: bytes, code: bytes) -> None:
         self.codes[digest] = code
         self.codes.move_to_end(digest)
-        if len(self.codes) > CODE_CACHE:
-            self.codes.popitem(last=False)
+        forget_old_codes(self.codes, len)
 
     def _cancel_own_half(self) -> None:
         if self.worker.running:
@@ -243,12 +268,15 @@ class Controller:
     # Waiting --------------------------------------------------------------------------------------
 
     def _pump(self, idle: bool) -> None:
-        self.channel.pump()
-        # While another thread runs worker 0's half, the data plane is that thread's.
-        if self.lock.acquire(blocking=False):
-            try:
+        # While another thread publishes or runs worker 0's half, both planes are that thread's.
+        got: list[bool] = []
+        try:
+            try_lock(self.lock, got)
+            if got[0] and not self.closed:
+                self.channel.pump()
                 self.worker.ccl.pump(idle and current_worker() is None)
-            finally:
+        finally:
+            if got and got[0]:
                 self.lock.release()
 
     def _take_reply_of_worker_0(self, reply: Reply) -> None:
@@ -267,16 +295,19 @@ class Controller:
 
     def _poll(self) -> None:
         """Record the replies that have come. Threads that wait at the same time take turns."""
-        if not self._polling.acquire(blocking=False):
-            return
+        got: list[bool] = []
         try:
+            try_lock(self.polling, got)
+            if not got[0] or self.closed:
+                return
             queue = self.channel.poll()
             while queue:
                 worker, message = queue[0]
                 self._record(worker, reply_number(message), message)
                 queue.popleft()
         finally:
-            self._polling.release()
+            if got and got[0]:
+                self.polling.release()
 
     def wait(self, number: int, workers: Sequence[int], timeout: float | None) -> dict[int, Reply]:
         """Wait for the replies of `workers` to a command.
@@ -292,7 +323,11 @@ class Controller:
 
         def complete() -> bool:
             self._poll()
-            return not missing()
+            if not missing():
+                return True
+            if self.closed:
+                raise SessionClosedError(f"the session was shut down meanwhile ({self.name()})")
+            return False
 
         def what() -> str:
             ids = missing()
@@ -339,6 +374,7 @@ class Controller:
         DiscoTimeout
             Some have not replied in time.
         """
+        check_timeout(timeout)
         start = time.monotonic()
         number = self.submit(action, target=target, register=register)
         workers = range(self.num_workers) if target == ALL else (target,)
@@ -389,13 +425,32 @@ class Controller:
             with contextlib.suppress(DiscoTimeout):
                 known += self.wait(number, range(self.num_workers), patience).values()
         error = self.take_failures(known)
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback refers to this frame, and so to the session: no cycle.
+            del error
 
     def add_failures(self, replies: Iterable[Reply]) -> None:
         """Keep the failures of replies for the next sync point."""
         for reply in replies:
             self._keep_failures(reply)
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is no time limit.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout is a number of seconds or None, not {timeout!r}")
+    if not float(timeout) >= 0:
+        raise ValueError(f"timeout={timeout!r}: give a number of seconds from 0, or None")
 
 
 def copy_value(value: Any) -> Any:
@@ -419,6 +474,6 @@ def _unpickle(failure: Failure) -> BaseException | None:
         return None
     try:
         cause = pickle.loads(failure.pickled)
-    except Exception:
-        return None  # its text is in the failure
+    except BaseException:
+        return None  # whatever its class does when it is loaded; its text is in the failure
     return cause if isinstance(cause, BaseException) else None

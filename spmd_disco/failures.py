@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,18 +22,15 @@ def describe_failure(
     error: BaseException, worker_id: int, host: str, function: str, command: int
 ) -> Failure:
     """Return the failure of a command with `error`."""
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
+    name = total(_type_name, error)
     return Failure(
         worker_id=worker_id,
         host=host,
         function=function,
         command=command,
         type=name,
-        message=cut(_text_of(error)),
-        traceback=cut(_traceback_of(error)),
+        message=cut(total(str, error)),
+        traceback=cut(total(_traceback_of, error)),
         consequence=isinstance(error, PeerError | InheritedFailure),
         pickled=_pickled(error),
     )
@@ -40,6 +38,10 @@ def describe_failure(
 
 def function_name(function: Any) -> str:
     """Return how failures and reports name what a command calls."""
+    return total(_function_name, function)
+
+
+def _function_name(function: Any) -> str:
     if function is None:
         return "?"
     if isinstance(function, str):
@@ -67,11 +69,22 @@ def cut(text: str, limit: int = MAX_TEXT) -> str:
     return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
 
 
-def _text_of(error: BaseException) -> str:
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def total(describe: Callable[[Any], Any], value: object) -> str:
+    """Return ``describe(value)`` as a plain str, whatever the value's class does then.
+
+    It may raise anything, or return a str of a class of its own, which could not travel.
+    """
     try:
-        return str(error)
-    except Exception as e:
-        return f"<its text raises {type(e).__name__}>"
+        return str.__str__(describe(value))
+    except BaseException as e:
+        return f"<{type(value).__name__}: its text raises {type(e).__name__}>"
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -84,16 +97,13 @@ def _traceback_of(error: BaseException) -> str:
         tb = theirs
     if tb is None and error.__cause__ is None and error.__context__ is None:
         return ""  # it would be the message once more
-    try:
-        return "".join(traceback.format_exception(type(error), error, tb))
-    except Exception as e:
-        return f"{type(error).__name__} (formatting its traceback raises {type(e).__name__})\n"
+    return "".join(traceback.format_exception(type(error), error, tb))
 
 
 def _pickled(error: BaseException) -> bytes | None:
     """Pickle the exception for `__cause__`; None where that cannot be done, which loses no text."""
     try:
         data = pickling.dumps(error)
-    except Exception:
+    except BaseException:
         return None
     return data if len(data) <= MAX_PICKLE else None

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 
 from . import lobby as lobbies
 from ._version import __version__
-from .config import flag, setting
+from .config import flag, seconds, setting
 from .errors import DiscoError, DiscoTimeout, WorkerError
 from .interrupt import ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Standard input is the controller's. Some launchers leave it open here, without an end.
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lasts
     if options.num_groups is not None:
         os.environ["SPMD_DISCO_NUM_GROUPS"] = str(options.num_groups)
     if options.no_prefix:
@@ -96,8 +99,8 @@ def _check_settings() -> None:
     """Raise ValueError for a setting that could only fail later, on some ranks in mid-program."""
     flag("PREFIX", True)
     flag("ALLOW_SINGLETON", False)
-    setting("GRACE", 5.0, float)
-    setting("TIMEOUT", None, float)
+    setting("GRACE", 5.0, seconds)
+    setting("TIMEOUT", None, seconds)
     if setting("NUM_GROUPS", 1, int) < 1:
         raise UsageError("SPMD_DISCO_NUM_GROUPS: a whole number from 1 is allowed")
     Waiter()
@@ -143,6 +146,8 @@ def _abort(status: int) -> NoReturn:
             stream.flush()
     from mpi4py import MPI
 
+    # The launcher may drop what it has not passed on by then.
+    time.sleep(0.2)
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(status & 0xFF or 1)
     os._exit(status & 0xFF or 1)
@@ -221,7 +226,7 @@ class _Ending:
         else:
             self.status = 1
             self._interrupt = True
-            self._patience = setting("GRACE", 5.0, float)
+            self._patience = setting("GRACE", 5.0, seconds)
         try:
             status = report(error)
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
@@ -133,6 +134,8 @@ class Lobby:
         except DiscoTimeout as e:
             # Nothing can be raised through MPI_Finalize, which would wait for those ranks for ever.
             print(f"spmd_disco: the job is aborted: {e}", file=sys.stderr, flush=True)
+            # The launcher may drop what it has not passed on by then.
+            time.sleep(0.2)
             self._mpi.COMM_WORLD.Abort(1)
 
     def _send(self, message: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import weakref
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import lobby
-from .config import setting
+from .config import seconds, setting
 from .errors import DiscoError, WorkerError
 from .rank import Rank
 from .sessions import Session
@@ -67,9 +68,12 @@ class MPISession(Session):
     ) -> None:
         global _handle
         num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
-        timeout = setting("TIMEOUT", None, float) if timeout is None else timeout
+        timeout = setting("TIMEOUT", None, seconds) if timeout is None else timeout
         if current_worker() is not None:
             raise DiscoError("a session cannot be opened inside a worker function")
+        if Rank.latest is not None and not Rank.latest.ended:
+            # What the program has dropped may still hang in a cycle, of an exception for instance.
+            gc.collect()
         close_dropped_session()
         if Rank.latest is not None and not Rank.latest.ended:
             raise DiscoError(
@@ -238,6 +242,8 @@ def close_open_session(
 # The end of the process ---------------------------------------------------------------------------
 
 _keyval: int | None = None
+#: Whether there were failures that nobody has observed, so that the exit status is to be 1.
+_failed = False
 _owner = 0
 
 
@@ -274,18 +280,20 @@ def _at_exit() -> None:
         MPI.COMM_SELF.Delete_attr(keyval)
         MPI.Comm.Free_keyval(keyval)
     _close_finally()
+    if _failed:
+        _exit_with_failure()
 
 
 def _close_finally() -> None:
+    global _failed
     error = close_open_session()
     if error is None:
         return
     if lobby.current() is not None:
         _unobserved.append(error)  # the launcher reports, and sees to the exit status
         return
-    print(f"spmd_disco: failures that nobody has observed: {error}", file=sys.stderr)
-    sys.stderr.flush()
-    _exit_with_failure()
+    print(f"spmd_disco: failures that nobody has observed: {error}", file=sys.stderr, flush=True)
+    _failed = True
 
 
 def _exit_with_failure() -> None:

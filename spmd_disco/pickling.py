@@ -8,6 +8,7 @@ bfloat16 and the like go out of band, as NumPy's own dtypes do.
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import pickle
 from collections import ChainMap
@@ -45,6 +46,10 @@ def _claims_to_be_builtin(kind: type) -> bool:
     )
 
 
+def _make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
@@ -54,6 +59,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # NumPy pickles arrays of dtypes that are not its own in band.
         if type(obj) is np.ndarray and obj.dtype.isbuiltin == 2:
             return _make_array, (obj.view(f"V{obj.dtype.itemsize}"), obj.dtype)
+        if type(obj) is np.ndarray and not (obj.flags.forc or obj.dtype.hasobject):
+            # In band, which is how NumPy pickles it, such an array loses its byte order.
+            return obj.copy().__reduce_ex__(5)
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            # By itself it goes by name, which the workers' __main__ does not have.
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, type) and _claims_to_be_builtin(obj):
             # cloudpickle would send an empty class of that name.
             raise TypeError(

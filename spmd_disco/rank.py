@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from ._version import __version__
 from .config import flag
-from .controller import Controller
+from .controller import Controller, check_timeout
 from .crowding import crowding, here
 from .device import cpu
-from .errors import DiscoError
+from .errors import DiscoError, SessionClosedError
 from .interrupt import WorkerInterrupts, uninterrupted
 from .output import WorkerOutput
 from .protocol import DiscoAction, Reply, decode_command, encode_reply
@@ -124,7 +123,9 @@ class Rank:
         warning = crowding(places) if self._control.rank == 0 else None
         if warning is not None and not Rank.warned and flag("CROWDING_WARNING", True):
             Rank.warned = True
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+            # By way of the log, and not as a Python warning: where those are errors, it would be
+            # one on this rank alone.
+            logging.getLogger("spmd_disco").warning("%s", warning)
         if any(other != given[0] for other in given):
             self._free()
             ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))
@@ -221,11 +222,14 @@ class Rank:
             raise DiscoError("the controller, on rank 0, shuts a session down")
         if controller.closed:
             return
-        controller.check()
+        check_timeout(timeout)
         everyone = range(self._info.num_workers)
         # A time-out or an interrupt strikes in here, while the session is whole.
-        number = controller.submit(DiscoAction.SYNC_WORKER)
-        replies = list(controller.wait(number, everyone, timeout).values())
+        try:
+            number = controller.submit(DiscoAction.SYNC_WORKER)
+            replies = controller.wait(number, everyone, timeout).values()
+        except SessionClosedError:
+            return  # by another thread
         controller.add_failures(replies)
         try:
             self._uninterrupted(self._close_all)
@@ -233,8 +237,11 @@ class Rank:
             if self.ended:
                 controller.interrupts.remove()
         error = controller.take_failures(())
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # no cycle with this frame
 
     def _close_all(self) -> None:
         """Close on all ranks. All workers have nothing else to do, so it is a matter of moments."""
@@ -247,9 +254,11 @@ class Rank:
             number = controller.submit(DiscoAction.SHUT_DOWN)
             replies = controller.wait(number, range(self._info.num_workers), None).values()
             controller.add_failures(replies)
-            controller.channel.close()
-            self._end()
-            controller.closed = True
+            # Threads that wait for something poll under this lock, and see that it is over.
+            with controller.polling:
+                controller.closed = True
+                controller.channel.close()
+                self._end()
 
     @staticmethod
     def _uninterrupted(function: Callable[[], None]) -> None:

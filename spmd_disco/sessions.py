@@ -71,7 +71,7 @@ class Session(ArrayMethods):
         WorkerError
             Failures that have not been reported yet. The session is closed all the same.
         DiscoTimeout
-            Not all workers came in time. The session is closed all the same.
+            Not all workers came in time. The session is still open, and can be shut down later.
         """
         raise NotImplementedError
 

@@ -7,12 +7,17 @@ holds the failure from then on.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import socket
+import sys
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +35,7 @@ from .codec import (
 from .copying import copy_array
 from .device import Device
 from .errors import DiscoError, Failure, InheritedFailure
-from .failures import describe_failure, function_name
+from .failures import describe_failure, function_name, total
 from .protocol import ALL, Command, DiscoAction, Reply
 
 if TYPE_CHECKING:
@@ -38,12 +43,22 @@ if TYPE_CHECKING:
 
     from .transport.ccl import CCL
 
-__all__ = ["CODE_CACHE", "Failed", "Worker", "WorkerInfo", "current_worker", "get_worker"]
+__all__ = [
+    "CODE_CACHE",
+    "Failed",
+    "Worker",
+    "WorkerInfo",
+    "current_worker",
+    "forget_old_codes",
+    "get_worker",
+]
 
 #: Failures that a worker keeps until the controller asks.
 MAX_FAILURES = 64
 #: Functions sent by value that both sides remember; the oldest is forgotten on both alike.
 CODE_CACHE = 256
+#: Their bytes altogether.
+CODE_CACHE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,26 @@ class WorkerInfo:
     @property
     def group_id(self) -> int:
         return self.worker_id // self.group_size
+
+
+def forget_old_codes(codes: OrderedDict[bytes, Any], size_of: Callable[[Any], int]) -> None:
+    """Drop the oldest functions above the bounds; controller and workers drop the same."""
+    total_size = sum(map(size_of, codes.values()))
+    while len(codes) > CODE_CACHE or (total_size > CODE_CACHE_BYTES and len(codes) > 1):
+        total_size -= size_of(codes.popitem(last=False)[1])
+
+
+def _end_child() -> None:
+    """End a process that a worker function has forked and that has come out of the function.
+
+    It would go on as a second worker, over the same MPI.
+    """
+    if sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0 if sys.exc_info()[0] is None else 1)
 
 
 class Failed:
@@ -156,6 +191,7 @@ class Worker:
         self.recent_failures: OrderedDict[int, Failure] = OrderedDict()
         self.closed = False
         self.host = socket.gethostname()
+        self._pid = os.getpid()
         self._failures: list[Failure] = []
         self._dropped = 0
         self._codes: OrderedDict[bytes, list[Any]] = OrderedDict()
@@ -263,6 +299,8 @@ class Worker:
             value = function(*args, **kwargs)
         finally:
             self.running = False
+            if os.getpid() != self._pid:
+                _end_child()
             if self._on_command is not None:
                 self._on_command()
         self.registers[command.register] = value
@@ -302,9 +340,8 @@ class Worker:
         if entry is None:
             if code is None and self.code_source is not None:
                 code = memoryview(self.code_source[digest])
-            entry = self._codes[digest] = [code and bytes(code), None]
-            if len(self._codes) > CODE_CACHE:
-                self._codes.popitem(last=False)
+            entry = self._codes[digest] = [code and bytes(code), None, len(code or b"")]
+            forget_old_codes(self._codes, itemgetter(2))
         else:
             self._codes.move_to_end(digest)
         if entry[1] is None:
@@ -329,10 +366,10 @@ class Worker:
             value = self.lookup(command.register)
             self.ccl.sync_worker()
             self._answer(Reply(command.number, value))
-        except Exception as e:
+        except BaseException as e:
             if not isinstance(e, DiscoError):
-                kind = type(value).__name__
-                e = TypeError(f"the value, of type {kind}, cannot be pickled: {e}")
+                kind, why = type(value).__name__, total(str, e)
+                e = TypeError(f"the value, of type {kind}, cannot be pickled: {why}")
             # A value that cannot be sent; the reply that says so can.
             self._answer(Reply(command.number, failure=self._describe(command, e)))
 

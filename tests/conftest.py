@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import pytest
 
+# More ranks than cores: no BLAS threads beside them, and no warning of that.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 #: Set by Open MPI's launcher and by Hydra.
 UNDER_MPIEXEC = "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ
 REPO = pathlib.Path(__file__).parent.parent

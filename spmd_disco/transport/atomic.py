@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-__all__ = ["Step", "post", "run"]
+__all__ = ["Step", "post", "run", "try_lock"]
 
 Step = partial[Any]
 
@@ -48,3 +48,12 @@ def post(
     """
     calls = steps if last is None else (*steps, last)
     sink.extend(zip(map(_apply, calls), buffers))  # noqa: B905 (the lengths differ by intent)
+
+
+def try_lock(lock: Any, got: list[bool]) -> None:
+    """Acquire `lock` if that needs no wait, and add to `got`, which is empty, whether it was.
+
+    ``if lock.acquire(blocking=False): try: …`` leaves it locked for good where a signal's handler
+    raises in between. Call this within the ``try`` whose ``finally`` looks at `got`.
+    """
+    got.extend(map(lock.acquire, (False,)))

@@ -47,11 +47,17 @@ class ControllerChannel(ABC):
 
     @abstractmethod
     def executed(self) -> list[int]:
-        """Return, per worker but worker 0, the last command that it is known to have left."""
+        """Return, per worker but worker 0, the last command that it is known to have left.
+
+        Known since the last `pump`; any thread may ask.
+        """
 
     @abstractmethod
     def pump(self) -> None:
-        """Complete what was lent to the channel. Never waits."""
+        """Complete what was lent to the channel, and hear how far the workers are. Never waits.
+
+        Only for the thread that may publish.
+        """
 
     @abstractmethod
     def close(self) -> None:

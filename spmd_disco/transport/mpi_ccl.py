@@ -23,6 +23,7 @@ from .arrival import (
     peer_text,
     signature,
 )
+from .atomic import try_lock
 from .ccl import CCL, ReduceKind
 from .layout import Array, copy_into, host_array
 from .moves import Move, Moves
@@ -142,14 +143,18 @@ class MPICCL(CCL):
         return self._mailbox.pending
 
     def pump(self, idle: bool) -> None:
-        # Another thread that has the lock makes progress itself.
-        if self._closed or self.num_workers == 1 or not self._lock.acquire(blocking=False):
+        if self._closed or self.num_workers == 1:
             return
+        got: list[bool] = []
         try:
-            left = self._command if idle else self._command - 1
-            self._progress(left, waiting=idle or self._wait is not None)
+            # Another thread that has the lock makes progress itself.
+            try_lock(self._lock, got)
+            if got[0]:
+                left = self._command if idle else self._command - 1
+                self._progress(left, waiting=idle or self._wait is not None)
         finally:
-            self._lock.release()
+            if got and got[0]:
+                self._lock.release()
 
     def _progress(self, left: int, *, waiting: bool) -> None:
         """Bring everything forward; `left` is the newest command that this worker has left.

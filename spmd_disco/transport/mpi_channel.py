@@ -212,7 +212,6 @@ class MPIControllerChannel(ControllerChannel):
         )
 
     def _has_room(self, size: int) -> bool:
-        self._poll_acks()
         self.pump()
         unread = [self._unread(rank) for rank in self._others]
         commands = max((c for c, _ in unread), default=0)
@@ -273,11 +272,11 @@ class MPIControllerChannel(ControllerChannel):
         return self._replies
 
     def executed(self) -> list[int]:
-        self._poll_acks()
         return [int(self._acks[i, 0]) for i in self._others]
 
     def pump(self) -> None:
         self._sender.pump()
+        self._poll_acks()
 
     def busy(self) -> bool:
         """Whether MPI still works on messages of this process; any thread may ask."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..config import setting
+from ..config import seconds, setting
 from ..errors import DiscoTimeout
 
 __all__ = ["Waiter"]
@@ -47,8 +47,8 @@ class Waiter:
 
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout = timeout
-        self.spin = setting("SPIN_US", 100.0, float) * 1e-6
-        self.stall = setting("STALL_SECONDS", 60.0, float)
+        self.spin = setting("SPIN_US", 100.0, seconds) * 1e-6
+        self.stall = setting("STALL_SECONDS", 60.0, seconds)
         self._hooks: list[Callable[[bool], object]] = []
 
     def add_hook(self, hook: Callable[[bool], object]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from ..config import setting
+from ..config import seconds, setting
 from ..errors import Failure
 from .mpi_call import mpi_call
 from .mpi_channel import TAG_WATCH
@@ -62,7 +62,7 @@ class Watcher:
         self._comm = comm
         self._worker = worker
         self._busy = busy
-        self._grace = setting("GRACE", 5.0, float)
+        self._grace = setting("GRACE", 5.0, seconds)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd_disco-watcher", daemon=True)
         self._token: tuple[Any, int] | None = None
@@ -227,4 +227,6 @@ class Watcher:
         sys.stdout.flush()
         # Past any replacement of sys.stderr, which may belong to a worker function.
         os.write(2, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
+        # The launcher may drop what it has not passed on by then.
+        time.sleep(0.2)
         self._comm.Abort(1)
