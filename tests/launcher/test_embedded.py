@@ -155,3 +155,17 @@ def test_a_session_on_part_of_the_ranks(embedded, app):
     ended = embedded(4, program)
     assert (ended.status, ended.err) == (0, "")
     assert sorted(ended.lines) == ["4", "4", "4", "4", "[0, 2]"]
+
+
+def test_failures_that_nobody_has_observed_before_finalize(embedded, app):
+    program = app("""
+        from mpi4py import MPI
+        import spmd_disco as di
+        sess = di.MPISession()
+        if MPI.COMM_WORLD.rank == 0:
+            sess.call(lambda: 1 / 0)
+        MPI.Finalize()
+    """)
+    ended = embedded(2, program)
+    assert ended.status == 1
+    assert "worker 0, worker 1" in ended.err

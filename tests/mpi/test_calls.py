@@ -6,6 +6,7 @@ import collections
 import functools
 import gc
 import operator
+import signal
 import sys
 import threading
 import time
@@ -468,3 +469,90 @@ def test_output_of_the_controller_is_left_alone(sess, capsys):
     out = capsys.readouterr().out.splitlines()
     assert "from the controller" in out
     assert "[worker 0] from a worker" in out
+
+
+def test_threads_that_publish_large_arguments_and_wait(sess):
+    """Everything that is lent to MPI stays so until MPI is done with it."""
+    errors = []
+    end = time.monotonic() + 2
+
+    def check(array, value):
+        assert (array == value).all(), (value, np.unique(array)[:5])
+
+    def publish():
+        k = 0
+        while time.monotonic() < end:
+            k += 1
+            sess.call(check, np.full(100_000, k % 251, np.uint8), k % 251)
+            if k % 10 == 0:
+                sess.sync()
+
+    def run(function):
+        try:
+            function()
+        except BaseException as e:
+            errors.append(e)
+
+    def wait():
+        while time.monotonic() < end:
+            sess.sync()
+
+    work = [publish, publish, wait, wait]
+    threads = [threading.Thread(target=run, args=(f,)) for f in work]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    sess.sync()
+
+
+def test_the_session_in_a_signal_handler(sess):
+    """It works between commands, and is refused in the middle of one; the order stays."""
+    log = sess.call(list)
+    append = sess.call(lambda: list.append)
+    refused = []
+
+    def handler(number, frame):
+        try:
+            sess.call(append, log, "handler")
+        except di.DiscoError as e:
+            refused.append(str(e))
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        for k in range(2000):
+            sess.call(append, log, k)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    logs = log.get_all()
+    assert all(entry == logs[0] for entry in logs)
+    assert [k for k in logs[0] if k != "handler"] == list(range(2000))
+    assert all("middle of one of its own commands" in text or "worker" in text for text in refused)
+
+
+def test_big_endian_arrays_of_any_layout(sess):
+    array = np.arange(20, dtype=">i4")
+    for view in (array[::2], array[::-1], np.broadcast_to(array[:1], (3,)), array):
+        for got in sess.call(lambda x: x, view).get_all():
+            assert got.dtype == view.dtype
+            np.testing.assert_array_equal(got, view)
+        np.testing.assert_array_equal(sess.broadcast(view).get(sess.num_workers - 1), view)
+
+
+def test_functions_by_value_are_forgotten_by_size(sess):
+    n = sess.num_workers
+    for i in range(12):
+        block = np.full(2**20, i, np.uint8)
+        big = np.zeros(10 * 2**20, np.uint8)
+        assert sess.call(lambda b=block, g=big: int(b[0]) + g.size).get_all() == [i + big.size] * n
+    assert sum(map(len, sess._controller.codes.values())) < 64 * 2**20
+
+
+def test_cached_functions_of_the_program(sess):
+    module = types.ModuleType("__main__")
+    source = "import functools\n@functools.lru_cache\ndef f(x): return x + 1\n"
+    exec(source, module.__dict__)
+    assert sess.call(module.f, 1).get_all() == [2] * sess.num_workers

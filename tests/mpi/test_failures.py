@@ -402,3 +402,76 @@ def test_random_programs(sess):
     if pending:
         with pytest.raises(di.WorkerError):
             sess.sync(timeout=30)
+
+
+class TextExits(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+class ReduceExits(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class OddStr(str):
+    def __reduce__(self):
+        raise RuntimeError
+
+
+class TextIsOdd(Exception):
+    def __str__(self):
+        return OddStr("hello")
+
+
+class LoadExits(Exception):
+    def __reduce__(self):
+        return LoadExits, (), {"a": 1}
+
+    def __setstate__(self, state):
+        raise SystemExit(5)
+
+
+class ValueExits:
+    def __reduce__(self):
+        raise SystemExit(4)
+
+
+class OddCallable:
+    def __call__(self):
+        raise ValueError("called")
+
+    def __getattr__(self, name):
+        if name == "__qualname__":
+            raise KeyError(name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("kind", [TextExits, ReduceExits, TextIsOdd, LoadExits])
+def test_hostile_exceptions(sess, kind):
+    sess.call(fail_on([sess.num_workers - 1], kind))
+    with pytest.raises(di.WorkerError, match=kind.__name__):
+        sess.sync(timeout=20)
+    on_all(sess, 1)
+
+
+def test_hostile_values_and_functions(sess):
+    value = sess.call(ValueExits)
+    for i in range(sess.num_workers):
+        with pytest.raises(di.WorkerError, match="ValueExits, cannot be pickled"):
+            value.get(i, timeout=20)
+    function = sess.call(OddCallable)
+    sess.call(function)
+    with pytest.raises(di.WorkerError, match="called"):
+        sess.sync(timeout=20)
+    on_all(sess, 1)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "5", True])
+def test_wrong_timeouts(sess, timeout):
+    ref = sess.call(int)
+    before = sess._controller.channel.published
+    for use in (sess.sync, sess.shutdown, lambda t: ref.get(0, t), lambda t: ref.get_all(t)):
+        with pytest.raises((TypeError, ValueError), match="timeout"):
+            use(timeout)
+    assert sess._controller.channel.published == before

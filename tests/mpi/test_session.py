@@ -306,3 +306,46 @@ def test_no_threads_are_left():
         if sess is not None:
             on_all(sess, 1)
     assert {t.name for t in threading.enumerate()} == before
+
+
+def test_shutdown_by_several_threads_while_others_use_the_session():
+    for _ in range(5):
+        session = di.MPISession()
+        if WORLD.rank:
+            session.serve()
+            continue
+        session.call(time.sleep, 0.01)
+        errors: list[BaseException] = []
+
+        def use(call, errors=errors):
+            try:
+                while True:
+                    call()
+            except di.SessionClosedError:
+                pass
+            except BaseException as e:
+                errors.append(e)
+
+        ref = session.call(int)
+        calls = [session.sync, ref.get, ref.get_all, lambda s=session: s.call(len, "abc")]
+        threads = [threading.Thread(target=use, args=(c,)) for c in calls]
+        threads += [threading.Thread(target=session.shutdown) for _ in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not errors
+
+
+def test_a_dropped_session_after_an_error():
+    session = di.MPISession()
+    if WORLD.rank:
+        session.serve()
+    else:
+        session.call(lambda: 1 / 0)
+        with pytest.raises(di.WorkerError):
+            session.sync()
+    session = None
+    with di.MPISession(WORLD) as sess:
+        if sess is not None:
+            on_all(sess, 1)
