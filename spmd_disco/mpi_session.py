@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from . import lobby
 from .config import seconds, setting
 from .errors import DiscoError, WorkerError
+from .interrupt import uninterrupted
 from .rank import Rank
 from .sessions import Session
 from .worker import current_worker
@@ -73,7 +74,8 @@ class MPISession(Session):
             raise DiscoError("a session cannot be opened inside a worker function")
         if Rank.latest is not None and not Rank.latest.ended:
             # What the program has dropped may still hang in a cycle, of an exception for instance.
-            gc.collect()
+            # In another thread, as an interrupt in a call-back of the collector would be lost.
+            uninterrupted(gc.collect)
         close_dropped_session()
         if Rank.latest is not None and not Rank.latest.ended:
             raise DiscoError(
