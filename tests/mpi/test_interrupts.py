@@ -42,6 +42,8 @@ def strike(request):
     signal.signal(signal.SIGALRM, previous)
 
 
+# Python itself reports, and drops, what strikes in a call-back of a weak reference.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(110)
 def test_interrupts_leave_all_workers_at_the_same_command(sess, strike):
     after, kind = strike
