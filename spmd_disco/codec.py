@@ -257,7 +257,7 @@ class Reader:
         # Pickles do not nest: one that an object's own __setstate__ loads has no registers in it.
         _decoding.lookup = lookup
         try:
-            return pickle.loads(data, buffers=buffers)
+            return pickling.loads(data, buffers)
         finally:
             _decoding.lookup = None
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import numbers
 import os
-import pickle
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import pickling
 from .codec import HAS_BUFFERS, Part, assemble, decode_value, encode_value
 from .errors import DiscoError, DiscoTimeout, Failure, SessionClosedError, WorkerError
 from .interrupt import ControllerInterrupts
@@ -473,7 +473,7 @@ def _unpickle(failure: Failure) -> BaseException | None:
     if failure.pickled is None:
         return None
     try:
-        cause = pickle.loads(failure.pickled)
+        cause = pickling.loads(failure.pickled)
     except BaseException:
         return None  # whatever its class does when it is loaded; its text is in the failure
     return cause if isinstance(cause, BaseException) else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import registry
+from . import pickling, registry
 from .codec import (
     REGISTER_REFERENCE_SIZE,
     FunctionKind,
@@ -348,7 +347,7 @@ class Worker:
             if entry[0] is None:
                 raise DiscoError("a function is called by value whose code never came")
             self.function = "a function sent by value"
-            entry[1] = pickle.loads(entry[0])
+            entry[1] = pickling.loads(entry[0])
             entry[0] = None
         return entry[1]
 

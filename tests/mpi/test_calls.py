@@ -556,3 +556,31 @@ def test_cached_functions_of_the_program(sess):
     source = "import functools\n@functools.lru_cache\ndef f(x): return x + 1\n"
     exec(source, module.__dict__)
     assert sess.call(module.f, 1).get_all() == [2] * sess.num_workers
+
+
+def test_classes_of_the_program_come_back_as_they_are(sess):
+    module = types.ModuleType("__main__")
+    source = """
+import dataclasses
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: int
+
+class Config:
+    value = 1
+    seen = []
+"""
+    exec(source, module.__dict__)
+    last = sess.num_workers - 1
+    slotted = sess.call(lambda s: s, module.Slotted(3)).get(last)
+    assert type(slotted) is module.Slotted
+    assert slotted.x == 3
+    assert module.Slotted(4).x == 4
+    ref = sess.call(lambda c: c, module.Config())
+    sess.sync()
+    module.Config.value = 7
+    module.Config.seen.append(1)
+    assert type(ref.get(last)) is module.Config
+    assert module.Config.value == 7
+    assert module.Config.seen == [1]
