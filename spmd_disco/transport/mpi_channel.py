@@ -187,7 +187,9 @@ class MPIControllerChannel(ControllerChannel):
         self._free_bytes = WINDOW_BYTES
         self._incoming: dict[int, deque[_Incoming]] = {i: deque() for i in self._others}
         self._replies: deque[tuple[int, memoryview]] = deque()
-        self._status = MPI.Status()
+        # One for each, as one thread may poll for replies while another publishes.
+        self._ack_status = MPI.Status()
+        self._reply_status = MPI.Status()
 
     @property
     def published(self) -> int:
@@ -241,13 +243,13 @@ class MPIControllerChannel(ControllerChannel):
             self._sender.pump()
 
     def _poll_acks(self) -> None:
-        status = self._status
+        status = self._ack_status
         while self._comm.Iprobe(MPI.ANY_SOURCE, TAG_ACK, status):
             source = status.Get_source()
             self._comm.Recv(self._acks[source], source, TAG_ACK)
 
     def poll(self) -> deque[tuple[int, memoryview]]:
-        comm, status = self._comm, self._status
+        comm, status = self._comm, self._reply_status
         while comm.Iprobe(MPI.ANY_SOURCE, TAG_REPLY, status):
             source = status.Get_source()
             message = memoryview(bytearray(status.Get_count(MPI.BYTE)))
