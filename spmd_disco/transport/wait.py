@@ -29,7 +29,7 @@ POLLS_PER_YIELD = 8
 FIRST_SLEEP = 50e-6
 #: From so long a wait on, sleeps may be so long: the longer a wait has lasted, the less its end's
 #: latency matters, and each look costs some 30 µs of a core, or more when that is shared.
-LONGEST_SLEEPS = ((1.0, 5e-3), (0.1, 2e-3), (0.0, 1e-3))
+LONGEST_SLEEPS = ((2.0, 10e-3), (0.2, 5e-3), (0.02, 2e-3), (0.0, 1e-3))
 #: A process that waits this long for something other than its peers counts as idle.
 IDLE_AFTER = 1e-3
 
