@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -78,7 +79,7 @@ def emit_header(sess: di.Session, **more: Any) -> None:
             "numpy": np.__version__,
             "mpi": " ".join(map(str, [MPI.get_vendor()[0], *MPI.get_vendor()[1]])),
             "machine": platform.machine(),
-            "cores": len(__import__("os").sched_getaffinity(0)),
+            "cores": len(os.sched_getaffinity(0)),
             **more,
         }
     )

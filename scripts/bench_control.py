@@ -17,7 +17,7 @@ import spmd_disco as di
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from bench_common import check_rounds, emit, emit_header, interleaved, parser, plot
+from bench_common import check_rounds, emit, emit_header, interleaved, parser, plot, summary
 
 #: Commands per round.
 COMMANDS = 1000
@@ -179,16 +179,9 @@ def main() -> None:
                 1, lambda: idle(sess), lambda: sess.call(wait_in_bcast, IDLE_SECONDS).get(n - 1)
             )
             emit({"bench": "idle_cpu", "n": n, "unit": "% of a core", **share})
-        emit({"bench": "start_up", "n": n, "unit": "ms", **interleaved_of(opened)})
+        emit({"bench": "start_up", "n": n, "unit": "ms", "ours": summary(opened)})
     if options.plot:
         plot(rows, options.plot, "n", "bench", "workers", "µs")
-
-
-def interleaved_of(values: list[float]) -> dict[str, dict[str, float]]:
-    """Return the summary of values that have no peer."""
-    from bench_common import summary
-
-    return {"ours": summary(values)}
 
 
 if __name__ == "__main__":

@@ -198,7 +198,6 @@ class Worker:
         self.code_source: dict[bytes, bytes] | None = None
         self._reply = reply
         self._on_command = on_command
-        self._shipped: set[str] = set()
         self._actions: dict[DiscoAction, Callable[[Command], None]] = {
             DiscoAction.SHUT_DOWN: self._shut_down,
             DiscoAction.KILL_REG: lambda command: None,

@@ -67,7 +67,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="spmd_disco-watcher", daemon=True)
         self._token: tuple[Any, int] | None = None
         self._looks = 0
-        self._where = ""
         self._asked = 0.0
         self._requests: list[MPI.Request] = []
         self._sending = threading.Lock()
@@ -145,7 +144,7 @@ class Watcher:
         place, where = found
         token = (place, worker.number)
         if token != self._token:
-            self._token, self._looks, self._where = token, 0, where
+            self._token, self._looks = token, 0
         self._looks += 1
         now = time.monotonic()
         if self._looks >= STILL_LOOKS and now - self._asked >= ASK_PERIOD:
