@@ -52,7 +52,9 @@ class CallEncoder:
                 return encode_function(FunctionKind.IMPORT, func), None
             name = encode_function(FunctionKind.GLOBAL, func)
             if (getattr(function, "__module__", None) or "").startswith("spmd_disco."):
-                return name + encode_function(FunctionKind.NONE, None), None
+                reference = name + encode_function(FunctionKind.NONE, None)
+                registry.references[func] = reference
+                return reference, None
             definition, code = self.reference(function)
             return name + definition, code
         if not callable(func):

@@ -17,8 +17,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import pickling
+from . import native, pickling, registry
 from .codec import HAS_BUFFERS, Part, assemble, decode_value, encode_value
+from .dref import DRef
 from .errors import DiscoError, DiscoTimeout, Failure, SessionClosedError, WorkerError
 from .interrupt import ControllerInterrupts
 from .protocol import (
@@ -37,7 +38,6 @@ from .transport.atomic import try_lock
 from .worker import Worker, current_worker, forget_old_codes
 
 if TYPE_CHECKING:
-    from .dref import DRef
     from .output import WorkerOutput
     from .transport.channel import ControllerChannel
     from .transport.wait import Waiter
@@ -62,7 +62,49 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Controller:
+class _PythonState:
+    """What the native part of a controller does, where there is none."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        #: Whether a command is on its way out; under the lock only its own thread can see that.
+        self._submitting = False
+        #: Registers by weak references to their handles, and those of them that have died. Their
+        #: call-back is code in C, so that no interrupt can strike in it and be lost.
+        self._alive: dict[weakref.ref[DRef], int] = {}
+        self._dead: deque[weakref.ref[DRef]] = deque()
+        self._registers = itertools.count(1)
+
+    def new_register(self) -> int:
+        """Return the number of a register that nobody has used."""
+        return next(self._registers)
+
+    def adopt(self, dref: DRef) -> None:
+        """Drop the register of `dref` with one of the next commands after `dref` has died."""
+        self._alive[weakref.ref(dref, self._dead.append)] = dref.reg_id
+
+    def _dead_registers(self) -> list[int]:
+        """Return the registers whose handles have died; `_forget_dead` drops the first ones."""
+        return [self._alive.get(ref, 0) for ref in list(self._dead)]
+
+    def _forget_dead(self, count: int) -> None:
+        # Registers are numbered once and for all, so one that is reported dead twice, since an
+        # interrupt came in here, does no harm; nor does number 0, which none has.
+        for _ in range(count):
+            self._alive.pop(self._dead[0], None)
+            self._dead.popleft()
+
+    def _set_context(self, path: tuple[str, ...], level: int) -> None:
+        pass
+
+
+if not TYPE_CHECKING and native.core is not None:
+    _State = native.core.ControllerState
+else:
+    _State = _PythonState
+
+
+class Controller(_State):
     """Publish commands, run worker 0's half, and wait for what workers answer.
 
     Parameters
@@ -85,21 +127,14 @@ class Controller:
         output: WorkerOutput,
         name: Callable[[], str],
     ) -> None:
+        super().__init__()
         self.channel = channel
         self.worker = make_worker(self._take_reply_of_worker_0)
         self.num_workers = self.worker.info.num_workers
         self.waiter = waiter
         self.watcher: Watcher | None = None
         self.interrupts = ControllerInterrupts(self._cancel_own_half)
-        #: Registers by weak references to their handles, and those of them that have died. Their
-        #: call-back is code in C, so that no interrupt can strike in it and be lost.
-        self._alive: dict[weakref.ref[DRef], int] = {}
-        self._dead: deque[weakref.ref[DRef]] = deque()
-        self.registers = itertools.count(1)
         self.lock = threading.RLock()
-        self.closed = False
-        #: Whether a command is on its way out; under the lock only its own thread can see that.
-        self._submitting = False
         #: Functions sent by value, as the workers remember them.
         self.codes: OrderedDict[bytes, bytes] = OrderedDict()
         self.worker.code_source = self.codes
@@ -115,6 +150,17 @@ class Controller:
         self._unreported: list[Failure] = []
         self._unreported_dropped = 0
         waiter.add_hook(self._pump)
+        if native.core is not None:
+            native.core.ControllerState._prepare(
+                self,
+                self.lock,
+                channel,
+                self.worker,
+                output,
+                self.interrupts,
+                DRef,
+                registry.references,
+            )
 
     # Publishing -----------------------------------------------------------------------------------
 
@@ -138,10 +184,6 @@ class Controller:
                 "the session was used inside a worker function: commands come from the controller "
                 "alone; return a value, and let the program go on from there"
             )
-
-    def adopt(self, dref: DRef) -> None:
-        """Drop the register of `dref` with one of the next commands after `dref` has died."""
-        self._alive[weakref.ref(dref, self._dead.append)] = dref.reg_id
 
     def submit(
         self,
@@ -192,8 +234,7 @@ class Controller:
         code: tuple[bytes, bytes] | None,
         local: Sequence[Any] | None,
     ) -> int:
-        dead = list(self._dead)
-        kills = [self._alive[ref] for ref in dead if ref in self._alive] if dead else []
+        kills = self._dead_registers()
         channel, worker = self.channel, self.worker
         number = channel.published + 1
         message = encode_command(number, action, payload, flags, target, register, kills)
@@ -201,11 +242,7 @@ class Controller:
         self.interrupts.hit = False
         try:
             channel.publish(number, target, message)
-            # Registers are numbered once and for all, so one that is reported dead twice, since
-            # an interrupt came in here, does no harm.
-            for ref in dead:
-                self._alive.pop(ref, None)
-                self._dead.popleft()
+            self._forget_dead(len(kills))
             if code is not None:
                 self._remember(*code)
             if local is None:
@@ -232,18 +269,27 @@ class Controller:
             else:
                 error = worker.execute(command)
         except BaseException as e:
-            if channel.published == number and worker.finished != number:
-                interrupted = isinstance(e, KeyboardInterrupt)
-                if interrupted:
-                    worker.interrupted_through = number
-                worker.abandon(decode_command(message), e)
-                if interrupted:
-                    self._interrupt_workers()
+            self._recover(number, message, e)
             raise
+        if error is not None:
+            self._after_failure(error)
+        return number
+
+    def _recover(self, number: int, message: bytes, error: BaseException) -> None:
+        """Bring worker 0 to where the others will be, after an interrupt in between."""
+        if self.channel.published == number and self.worker.finished != number:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            if interrupted:
+                self.worker.interrupted_through = number
+            self.worker.abandon(decode_command(message), error)
+            if interrupted:
+                self._interrupt_workers()
+
+    def _after_failure(self, error: BaseException) -> None:
+        """Raise what is not just worker 0's failure, but an interrupt of the whole program."""
         if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
             self._interrupt_workers()
             raise KeyboardInterrupt
-        return number
 
     @staticmethod
     def _own_copy(message: bytes, flags: int) -> Command:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from . import native
 
 __all__ = ["DModule", "DPackedFunc", "DRef"]
 
@@ -21,7 +23,25 @@ class _Session(Protocol):
     def call_packed(self, func: Any, *args: Any) -> DRef: ...
 
 
-class DRef:
+class _PythonHandle:
+    """What the native part of a handle does, where there is none."""
+
+    __slots__ = ("_command", "reg_id", "session")
+
+    def __init__(self, reg_id: int, session: _Session, command: int) -> None:
+        self.reg_id = reg_id
+        self.session = session
+        #: The command that sets the register.
+        self._command = command
+        session._controller.adopt(self)
+
+
+_Handle = _PythonHandle
+if not TYPE_CHECKING and native.core is not None:
+    _Handle = native.core.Handle
+
+
+class DRef(_Handle):
     """The controller's handle to a register, which has a value of its own on each worker.
 
     The register lives as long as its handle. A handle may be dropped in any thread and at any time:
@@ -35,14 +55,7 @@ class DRef:
         The session that it belongs to.
     """
 
-    __slots__ = ("__weakref__", "_command", "reg_id", "session")
-
-    def __init__(self, reg_id: int, session: _Session, command: int) -> None:
-        self.reg_id = reg_id
-        self.session = session
-        #: The command that sets the register.
-        self._command = command
-        session._controller.adopt(self)
+    __slots__ = ("__weakref__",)
 
     def get(self, worker: int = 0, timeout: float | None = None) -> Any:
         """Return a copy of the register's value on one worker. A sync point.

@@ -193,6 +193,11 @@ class Rank:
         try:
             while not worker.closed:
                 message = channel.receive()
+                if worker.step(message):
+                    channel.done(worker.number, len(message))
+                    if ccl.outstanding:
+                        ccl.pump(False)
+                    continue
                 command = decode_command(message)
                 if command.action is DiscoAction.SHUT_DOWN:
                     # Whoever has come so far waits for the others as long as it takes.

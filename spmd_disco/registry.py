@@ -7,11 +7,24 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-__all__ = ["get_global_func", "import_path", "importable", "register_func", "resolve"]
+__all__ = [
+    "functions",
+    "get_global_func",
+    "import_path",
+    "importable",
+    "references",
+    "register_func",
+    "resolve",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _functions: dict[str, Callable[..., Any]] = {}
+
+#: What has been looked up already, for the native module: encoded references by name, and
+#: functions by encoded reference. Any registration may change what a name means, and empties both.
+references: dict[str, bytes] = {}
+functions: dict[bytes, Callable[..., Any]] = {}
 
 
 @overload
@@ -76,6 +89,8 @@ def _register(name: str, function: F, override: bool) -> F:
     if not override and _functions.get(name, function) is not function:
         raise ValueError(f"the global function {name!r} is registered already; use override=True")
     _functions[name] = function
+    references.clear()
+    functions.clear()
     return function
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import log_context, registry
+from . import log_context, native, registry
 from .array_methods import ArrayMethods
 from .calls import CallEncoder, encode_plain
 from .controller import Controller
@@ -117,7 +117,7 @@ class Session(ArrayMethods):
             self._share_context()
             reference, code = self._encoder.reference(func)
             parts, flags, local = self._encoder.arguments(args, kwargs)
-            register = next(controller.registers)
+            register = controller.new_register()
             number = controller.submit(
                 DiscoAction.CALL_PACKED,
                 [reference, *parts],
@@ -148,7 +148,7 @@ class Session(ArrayMethods):
         registry.get_global_func(name)
         with controller.lock:
             reference, code = self._encoder.reference(name)
-            register = next(controller.registers)
+            register = controller.new_register()
             number = controller.submit(
                 DiscoAction.GET_GLOBAL_FUNC, [reference], register=register, code=code
             )
@@ -178,6 +178,7 @@ class Session(ArrayMethods):
             self._context = (list(sys.path), log)
             level, structlog_part = log[0], log_context.encode(log)
             self._call("runtime.disco._configure", (list(sys.path), level, structlog_part), {})
+            self._controller._set_context(tuple(sys.path), log[0])
 
     # Waiting --------------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class Session(ArrayMethods):
         controller = self._controller
         controller.check()
         with controller.lock:
-            register = next(controller.registers)
+            register = controller.new_register()
             for worker_id, (parts, flags) in enumerate(encoded):
                 number = controller.submit(
                     DiscoAction.DEBUG_SET_REGISTER,
@@ -323,3 +324,9 @@ class Session(ArrayMethods):
         traceback: TracebackType | None,
     ) -> None:
         raise NotImplementedError
+
+
+if native.core is not None:
+    # The native module takes the usual calls itself, and hands all others to these methods.
+    Session.call = native.core.FastCall(Session.call)  # type: ignore[method-assign]
+    Session.call_packed = native.core.FastCall(Session.call_packed)  # type: ignore[method-assign]

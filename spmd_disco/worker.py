@@ -17,11 +17,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import pickling, registry
+from . import native, pickling, registry
 from .codec import (
     REGISTER_REFERENCE_SIZE,
     FunctionKind,
@@ -100,17 +100,17 @@ def forget_old_codes(codes: OrderedDict[bytes, Any], size_of: Callable[[Any], in
         total_size -= size_of(codes.popitem(last=False)[1])
 
 
-def _end_child() -> None:
+def _end_child(error: BaseException | None) -> NoReturn:
     """End a process that a worker function has forked and that has come out of the function.
 
     It would go on as a second worker, over the same MPI.
     """
-    if sys.exc_info()[0] is not None:
-        traceback.print_exc()
+    if error is not None:
+        traceback.print_exception(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(0 if sys.exc_info()[0] is None else 1)
+    os._exit(0 if error is None else 1)
 
 
 class Failed:
@@ -134,6 +134,35 @@ def current_worker() -> Worker | None:
     return _current.worker
 
 
+def _set_current(worker: Worker | None) -> Worker | None:
+    """Change what `current_worker` returns in this thread; return what it was."""
+    previous, _current.worker = _current.worker, worker
+    return previous
+
+
+class _PythonState:
+    """What the native part of a worker does, where there is none."""
+
+    def step(self, message: bytes | memoryview) -> bool:
+        """Run the command in `message` if it is a plain call that needs nothing of Python's.
+
+        Returns
+        -------
+        bool
+            Whether it has been run; else `Worker.execute` is to do it.
+        """
+        return False
+
+
+if not TYPE_CHECKING and native.core is not None:
+    current_worker = native.core.current_worker
+    _set_current = native.core.set_current_worker
+    native.core.set_failed_type(Failed)
+    _State = native.core.WorkerState
+else:
+    _State = _PythonState
+
+
 def get_worker() -> WorkerInfo:
     """Return who the worker is that runs the calling function.
 
@@ -142,7 +171,7 @@ def get_worker() -> WorkerInfo:
     DiscoError
         The calling thread runs no worker function.
     """
-    worker = _current.worker
+    worker = current_worker()
     if worker is None:
         raise DiscoError(
             "there is no current worker here: get_worker() works in a function that a session "
@@ -151,7 +180,7 @@ def get_worker() -> WorkerInfo:
     return worker.info
 
 
-class Worker:
+class Worker(_State):
     """One worker of a session.
 
     Parameters
@@ -175,6 +204,8 @@ class Worker:
         self.info = info
         self.ccl = ccl
         self.registers: dict[int, Any] = {}
+        self.functions = registry.functions
+        self._begin = ccl.begin
         #: The command that runs or ran last, and the last that has been left.
         self.number = 0
         self.finished = 0
@@ -220,8 +251,7 @@ class Worker:
             return None
         self.number = command.number
         self.ccl.begin(command.number)
-        previous = _current.worker
-        _current.worker = self
+        previous = _set_current(self)
         try:
             self._actions[command.action](command)
         except BaseException as e:
@@ -232,7 +262,7 @@ class Worker:
         finally:
             self.running = False
             self.function = None
-            _current.worker = previous
+            _set_current(previous)
         self.finished = command.number
         return None
 
@@ -240,7 +270,7 @@ class Worker:
         """Count a command as failed that was published but not, or not wholly, run here."""
         self.running = False
         self.function = None
-        _current.worker = None
+        _set_current(None)
         for register in command.kills:
             self.registers.pop(register, None)
         self.number = command.number
@@ -298,7 +328,7 @@ class Worker:
         finally:
             self.running = False
             if os.getpid() != self._pid:
-                _end_child()
+                _end_child(sys.exc_info()[1])
             if self._on_command is not None:
                 self._on_command()
         self.registers[command.register] = value
@@ -323,7 +353,12 @@ class Worker:
             assert isinstance(data, str)
             definition, _, _, _ = decode_function(payload, end)
             if definition == FunctionKind.NONE:
-                return registry.resolve(data), end + 1
+                function = registry.get_global_func(data, allow_missing=True)
+                if function is None:
+                    function = registry.resolve(data)
+                else:
+                    registry.functions[bytes(payload[: end + 1])] = function
+                return function, end + 1
             function, size = self._function(payload[end:])
             # On worker 0 the controller's own registration serves.
             if self.info.worker_id != 0 or registry.get_global_func(data, True) is None:
@@ -394,6 +429,18 @@ class Worker:
         self.ccl.close(command.number)
         self._answer(Reply(command.number))
         self.registers.clear()
+
+    # What the native part asks for ----------------------------------------------------------------
+
+    def _decode_arguments(self, payload: memoryview) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return decode_arguments(payload, 0, self.lookup)
+
+    def _fail_call(self, number: int, register: int, error: BaseException) -> None:
+        call = Command(number, DiscoAction.CALL_PACKED, 0, ALL, register, (), memoryview(b""), 0)
+        self._fail(call, error)
+
+    def _end_child(self, error: BaseException | None) -> NoReturn:
+        _end_child(error)
 
     # Failures -------------------------------------------------------------------------------------
 

@@ -6,6 +6,15 @@ execute(PyObject *module)
 {
     static int (*const parts[])(PyObject *) = {
         add_segment,
+        add_codec,
+        add_handle,
+        add_worker,
+        add_controller,
+        add_node,
+        add_ring,
+        add_reduce,
+        add_copy,
+        add_pool,
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (parts[i](module) < 0)

@@ -11,6 +11,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "messages are little-endian; on this machine the package does without its native module"
+#endif
+
 #define CACHE_LINE 64
 
 /* One place in a polling loop where the processor may rest, and memory is looked at anew. */
@@ -28,5 +32,14 @@ relax(void)
 
 /* Each returns 0, or -1 with a Python exception set. */
 int add_segment(PyObject *module);
+int add_codec(PyObject *module);
+int add_handle(PyObject *module);
+int add_worker(PyObject *module);
+int add_controller(PyObject *module);
+int add_node(PyObject *module);
+int add_ring(PyObject *module);
+int add_reduce(PyObject *module);
+int add_copy(PyObject *module);
+int add_pool(PyObject *module);
 
 #endif

@@ -1,0 +1,607 @@
+/* The controller's side of the usual command, a call of a function with compact arguments.
+ *
+ * controller.py and sessions.py are the reference. The method that users call takes the short way
+ * here where it can, and hands over to Python wherever anything is out of the ordinary: other
+ * arguments, other functions, an import path that has changed, a closed session. */
+#include "controller.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+#include "codec.h"
+#include "handle.h"
+
+enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, MOST_ARGUMENTS = 255 };
+
+typedef struct __attribute__((packed)) {
+    uint64_t number;
+    uint8_t action, flags;
+    uint32_t kills;
+    int32_t target;
+    uint64_t destination;
+} Header;
+
+static PyObject *str_structlog, *str_level, *str_acquire, *str_release, *str_published,
+    *str_publish, *str_reserve, *str_hit, *str_enter, *str_leave, *str_controller;
+static PyObject *root_fields; /* of the root logger */
+
+/* Dead handles -------------------------------------------------------------------------------- */
+
+void
+controller_bury(ControllerState *self, uint64_t id)
+{
+    if (self->closed || self->forks != fork_count)
+        return;
+    if (self->dead_count == self->dead_capacity) {
+        size_t capacity = self->dead_capacity ? 2 * self->dead_capacity : 256;
+        unsigned long long *dead = realloc(self->dead, capacity * sizeof *dead);
+        if (dead == NULL)
+            return; /* that register stays until the session ends */
+        self->dead = dead;
+        self->dead_capacity = capacity;
+    }
+    self->dead[self->dead_count++] = id;
+}
+
+static PyObject *
+controller_dead(ControllerState *self, PyObject *ignored)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; i < self->dead_count && list != NULL; i++) {
+        PyObject *id = PyLong_FromUnsignedLongLong(self->dead[i]);
+        if (id == NULL || PyList_Append(list, id) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(id);
+    }
+    return list;
+}
+
+static void
+forget_dead(ControllerState *self, size_t count)
+{
+    self->dead_count -= count;
+    memmove(self->dead, self->dead + count, self->dead_count * sizeof *self->dead);
+}
+
+static PyObject *
+controller_forget_dead(ControllerState *self, PyObject *count)
+{
+    size_t number = PyLong_AsSize_t(count);
+    if (number == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    if (number > self->dead_count) {
+        PyErr_SetString(PyExc_ValueError, "there are not so many");
+        return NULL;
+    }
+    forget_dead(self, number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+controller_new_register(ControllerState *self, PyObject *ignored)
+{
+    return PyLong_FromUnsignedLongLong(++self->registers);
+}
+
+/* The short way ------------------------------------------------------------------------------- */
+
+/* Whether the workers know the import path and the logging of this process as they are. */
+static bool
+context_is_known(ControllerState *self)
+{
+    PyObject *path = PySys_GetObject("path");
+    if (self->path == NULL || path == NULL || !PyList_CheckExact(path) ||
+        PyList_GET_SIZE(path) != PyTuple_GET_SIZE(self->path))
+        return false;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(path); i++)
+        if (PyList_GET_ITEM(path, i) != PyTuple_GET_ITEM(self->path, i))
+            return false;
+    /* structlog's configuration has to be compared in Python. */
+    return PyDict_GetItem(PyImport_GetModuleDict(), str_structlog) == NULL &&
+           PyDict_GetItem(root_fields, str_level) == self->level;
+}
+
+static PyObject *
+set_context(ControllerState *self, PyObject *args)
+{
+    PyObject *path, *level;
+    if (!PyArg_ParseTuple(args, "O!O:set_context", &PyTuple_Type, &path, &level))
+        return NULL;
+    Py_XSETREF(self->path, Py_NewRef(path));
+    Py_XSETREF(self->level, Py_NewRef(level));
+    Py_RETURN_NONE;
+}
+
+/* Encodes which function to call: 1, 0 if that is Python's to do, or -1 with an exception. */
+static int
+encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call *call)
+{
+    if (PyObject_TypeCheck(function, Handle_Type)) {
+        HandleObject *handle = (HandleObject *)function;
+        if (handle->session == NULL)
+            return 0;
+        uint8_t *to = buffer_extend(buffer, 9);
+        if (to == NULL)
+            return -1;
+        to[0] = FUNCTION_REGISTER;
+        uint64_t id = handle->reg_id;
+        memcpy(to + 1, &id, sizeof id);
+        call->function_register = id;
+        return 1;
+    }
+    if (!PyUnicode_CheckExact(function) || self->references == NULL || self->worker == NULL ||
+        self->worker->functions == NULL)
+        return 0;
+    PyObject *reference = PyDict_GetItemWithError(self->references, function);
+    if (reference == NULL || !PyBytes_CheckExact(reference))
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *known = PyDict_GetItemWithError(self->worker->functions, reference);
+    if (known == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    uint8_t *to = buffer_extend(buffer, PyBytes_GET_SIZE(reference));
+    if (to == NULL)
+        return -1;
+    memcpy(to, PyBytes_AS_STRING(reference), PyBytes_GET_SIZE(reference));
+    call->function = known;
+    return 1;
+}
+
+/* Whether `value` is a handle of another session, or of none; they are Python's to refuse. */
+static bool
+is_foreign(ControllerState *self, PyObject *session, PyObject *value)
+{
+    return PyObject_TypeCheck(value, Handle_Type) && ((HandleObject *)value)->session != session;
+}
+
+static int
+call_method(PyObject *object, PyObject *name)
+{
+    PyObject *result = PyObject_CallMethodNoArgs(object, name);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Publishes `message` and runs worker 0's half. Returns -1 with what is to be raised. */
+static int
+publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead)
+{
+    PyObject *message = PyBytes_FromStringAndSize((char *)buffer->data, buffer->size);
+    PyObject *number = PyLong_FromLongLong(call->number), *all = PyLong_FromLong(ALL);
+    PyObject *size = PyLong_FromSize_t(buffer->size), *error = NULL, *told;
+    int done = -1;
+    if (message == NULL || number == NULL || all == NULL || size == NULL)
+        goto end;
+    PyObject *room = PyObject_CallMethodOneArg(self->channel, str_reserve, size);
+    if (room == NULL)
+        goto end;
+    Py_DECREF(room);
+    if (PyObject_SetAttr(self->interrupts, str_hit, Py_False) < 0)
+        goto end;
+    told = PyObject_CallMethodObjArgs(self->channel, str_publish, number, all, message, NULL);
+    if (told != NULL) {
+        Py_DECREF(told);
+        forget_dead(self, dead);
+        bool labelled = self->output != NULL && self->output != Py_None;
+        if (!labelled || call_method(self->output, str_enter) == 0) {
+            error = worker_run(self->worker, call);
+            if (labelled) {
+                PyObject *type, *raised, *traceback;
+                PyErr_Fetch(&type, &raised, &traceback);
+                if (call_method(self->output, str_leave) < 0) {
+                    Py_XDECREF(type);
+                    Py_XDECREF(raised);
+                    Py_XDECREF(traceback);
+                    Py_CLEAR(error);
+                }
+                else
+                    PyErr_Restore(type, raised, traceback);
+            }
+        }
+    }
+    if (error == NULL) {
+        /* Struck in between: Python's side finds out how far this has come, and repairs it. */
+        PyObject *type, *raised, *traceback;
+        PyErr_Fetch(&type, &raised, &traceback);
+        PyErr_NormalizeException(&type, &raised, &traceback);
+        if (traceback != NULL)
+            PyException_SetTraceback(raised, traceback);
+        told = PyObject_CallMethod((PyObject *)self, "_recover", "OOO", number, message, raised);
+        if (told == NULL) {
+            Py_XDECREF(type);
+            Py_XDECREF(raised);
+            Py_XDECREF(traceback);
+        }
+        else {
+            Py_DECREF(told);
+            PyErr_Restore(type, raised, traceback);
+        }
+        goto end;
+    }
+    if (error != Py_None) {
+        told = PyObject_CallMethod((PyObject *)self, "_after_failure", "O", error);
+        if (told == NULL)
+            goto end;
+        Py_DECREF(told);
+    }
+    done = 0;
+end:
+    Py_XDECREF(error);
+    Py_XDECREF(message);
+    Py_XDECREF(number);
+    Py_XDECREF(all);
+    Py_XDECREF(size);
+    return done;
+}
+
+/* With the lock held: 1, or 0 if the call is Python's to make and nothing has been sent, or -1. */
+static int
+call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_ssize_t count,
+            PyObject **result)
+{
+    if (self->closed || self->submitting || !context_is_known(self))
+        return 0;
+    Buffer buffer;
+    buffer_init(&buffer);
+    size_t dead = self->dead_count;
+    Header head = {.action = CALL_PACKED, .kills = (uint32_t)dead, .target = ALL};
+    Call call = {.arguments = args + 1, .count = count - 1};
+    int done = dead > UINT32_MAX ? 0 : 1;
+    uint8_t *to = buffer_extend(&buffer, sizeof head + 8 * dead);
+    if (to == NULL)
+        return -1;
+    memcpy(to + sizeof head, self->dead, 8 * dead);
+    if (done > 0)
+        done = encode_reference(self, &buffer, args[0], &call);
+    if (done > 0 && (to = buffer_extend(&buffer, 2)) == NULL)
+        done = -1;
+    if (done > 0) {
+        to[0] = 'A';
+        to[1] = (uint8_t)(count - 1);
+    }
+    for (Py_ssize_t i = 1; i < count && done > 0; i++) {
+        if (PyObject_TypeCheck(args[i], Handle_Type)) {
+            uint64_t id = ((HandleObject *)args[i])->reg_id;
+            to = buffer_extend(&buffer, 9);
+            if (to == NULL)
+                done = -1;
+            else {
+                to[0] = 'r';
+                memcpy(to + 1, &id, sizeof id);
+            }
+        }
+        else
+            done = encode_compact(&buffer, args[i]);
+    }
+    HandleObject *handle = NULL;
+    if (done > 0) {
+        PyTypeObject *type = (PyTypeObject *)self->dref_type;
+        handle = (HandleObject *)type->tp_alloc(type, 0);
+        PyObject *published = handle == NULL ? NULL
+                                             : PyObject_GetAttr(self->channel, str_published);
+        call.number = published == NULL ? -1 : PyLong_AsLongLong(published) + 1;
+        Py_XDECREF(published);
+        if (PyErr_Occurred())
+            done = -1;
+    }
+    if (done > 0) {
+        head.number = (uint64_t)call.number;
+        head.destination = call.destination = ++self->registers;
+        memcpy(buffer.data, &head, sizeof head);
+        self->submitting = 1;
+        done = publish_and_run(self, &buffer, &call, dead) < 0 ? -1 : 1;
+        self->submitting = 0;
+    }
+    if (done > 0) {
+        handle->reg_id = call.destination;
+        handle->command = call.number;
+        handle->session = Py_NewRef(session);
+        handle->owner = (ControllerState *)Py_NewRef(self);
+        *result = (PyObject *)handle;
+    }
+    else
+        Py_XDECREF(handle);
+    buffer_free(&buffer);
+    return done;
+}
+
+/* A method that takes the short way where it can, and else is what it wraps. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *wrapped;
+} FastCall;
+
+static PyObject *
+fastcall_call(FastCall *self, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    PyObject *owner = NULL, *result = NULL;
+    if (count < 2 || count - 2 > MOST_ARGUMENTS || (names != NULL && PyTuple_GET_SIZE(names) > 0) ||
+        current_worker() != NULL)
+        goto slow;
+    owner = PyObject_GetAttr(args[0], str_controller);
+    if (owner == NULL) {
+        PyErr_Clear(); /* Python's side says so */
+        goto slow;
+    }
+    ControllerState *controller = (ControllerState *)owner;
+    if (!PyObject_TypeCheck(owner, ControllerState_Type) || controller->closed ||
+        controller->forks != fork_count || controller->lock == NULL || controller->worker == NULL ||
+        controller->channel == NULL || controller->dref_type == NULL)
+        goto slow;
+    for (Py_ssize_t i = 1; i < count; i++)
+        if (is_foreign(controller, args[0], args[i]))
+            goto slow;
+    if (call_method(controller->lock, str_acquire) < 0)
+        goto end;
+    int done = call_locked(controller, args[0], args + 1, count - 1, &result);
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (call_method(controller->lock, str_release) < 0) {
+        Py_CLEAR(result);
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        goto end;
+    }
+    PyErr_Restore(type, error, traceback);
+    if (done != 0)
+        goto end;
+slow:
+    result = PyObject_Vectorcall(self->wrapped, args, flags, names);
+end:
+    Py_XDECREF(owner);
+    return result;
+}
+
+static PyObject *
+fastcall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *wrapped;
+    if (!PyArg_ParseTuple(args, "O:FastCall", &wrapped))
+        return NULL;
+    FastCall *self = (FastCall *)type->tp_alloc(type, 0);
+    if (self != NULL) {
+        self->vectorcall = (vectorcallfunc)fastcall_call;
+        self->wrapped = Py_NewRef(wrapped);
+    }
+    return (PyObject *)self;
+}
+
+static int
+fastcall_traverse(FastCall *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->wrapped);
+    return 0;
+}
+
+static int
+fastcall_clear(FastCall *self)
+{
+    Py_CLEAR(self->wrapped);
+    return 0;
+}
+
+static void
+fastcall_dealloc(FastCall *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    fastcall_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+fastcall_get(PyObject *self, PyObject *instance, PyObject *owner)
+{
+    return instance == NULL || instance == Py_None ? Py_NewRef(self)
+                                                   : PyMethod_New(self, instance);
+}
+
+/* Name, text, signature and module are those of what it wraps. */
+static PyObject *
+fastcall_getattro(FastCall *self, PyObject *name)
+{
+    PyObject *value = PyObject_GenericGetAttr((PyObject *)self, name);
+    if (value == NULL && PyErr_ExceptionMatches(PyExc_AttributeError) && self->wrapped != NULL) {
+        PyErr_Clear();
+        value = PyObject_GetAttr(self->wrapped, name);
+    }
+    return value;
+}
+
+static PyObject *
+fastcall_doc(FastCall *self, void *closure)
+{
+    return PyObject_GetAttrString(self->wrapped, "__doc__");
+}
+
+static PyMemberDef fastcall_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(FastCall, vectorcall), READONLY, NULL},
+    {"__wrapped__", T_OBJECT, offsetof(FastCall, wrapped), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef fastcall_attributes[] = {
+    {"__doc__", (getter)fastcall_doc, NULL, NULL, NULL},
+    {NULL},
+};
+
+static PyType_Slot fastcall_slots[] = {
+    {Py_tp_new, fastcall_new},
+    {Py_tp_traverse, fastcall_traverse},
+    {Py_tp_clear, fastcall_clear},
+    {Py_tp_dealloc, fastcall_dealloc},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, fastcall_get},
+    {Py_tp_getattro, fastcall_getattro},
+    {Py_tp_members, fastcall_members},
+    {Py_tp_getset, fastcall_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec fastcall_spec = {
+    .name = "spmd_disco.native._native.FastCall",
+    .basicsize = sizeof(FastCall),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+             Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .slots = fastcall_slots,
+};
+
+/* The type ------------------------------------------------------------------------------------ */
+
+static PyObject *
+controller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    ControllerState *self = (ControllerState *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->forks = fork_count;
+    return (PyObject *)self;
+}
+
+static int
+controller_traverse(ControllerState *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->lock);
+    Py_VISIT(self->channel);
+    Py_VISIT(self->worker);
+    Py_VISIT(self->output);
+    Py_VISIT(self->interrupts);
+    Py_VISIT(self->dref_type);
+    Py_VISIT(self->references);
+    Py_VISIT(self->path);
+    Py_VISIT(self->level);
+    return 0;
+}
+
+static int
+controller_clear(ControllerState *self)
+{
+    Py_CLEAR(self->lock);
+    Py_CLEAR(self->channel);
+    Py_CLEAR(self->worker);
+    Py_CLEAR(self->output);
+    Py_CLEAR(self->interrupts);
+    Py_CLEAR(self->dref_type);
+    Py_CLEAR(self->references);
+    Py_CLEAR(self->path);
+    Py_CLEAR(self->level);
+    return 0;
+}
+
+static void
+controller_dealloc(ControllerState *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    controller_clear(self);
+    free(self->dead);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+controller_prepare(ControllerState *self, PyObject *args)
+{
+    PyObject *lock, *channel, *worker, *output, *interrupts, *dref_type, *references;
+    if (!PyArg_ParseTuple(args, "OOO!OOO!O!:prepare", &lock, &channel, WorkerState_Type, &worker,
+                          &output, &interrupts, &PyType_Type, &dref_type, &PyDict_Type, &references))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)dref_type, Handle_Type)) {
+        PyErr_SetString(PyExc_TypeError, "the type of handles is one of Handle's");
+        return NULL;
+    }
+    Py_XSETREF(self->lock, Py_NewRef(lock));
+    Py_XSETREF(self->channel, Py_NewRef(channel));
+    Py_XSETREF(self->worker, (WorkerState *)Py_NewRef(worker));
+    Py_XSETREF(self->output, Py_NewRef(output));
+    Py_XSETREF(self->interrupts, Py_NewRef(interrupts));
+    Py_XSETREF(self->dref_type, Py_NewRef(dref_type));
+    Py_XSETREF(self->references, Py_NewRef(references));
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef controller_members[] = {
+    {"closed", T_BOOL, offsetof(ControllerState, closed), 0, NULL},
+    {"_submitting", T_BOOL, offsetof(ControllerState, submitting), 0, NULL},
+    {NULL},
+};
+
+static PyMethodDef controller_methods[] = {
+    {"_prepare", (PyCFunction)controller_prepare, METH_VARARGS, NULL},
+    {"_set_context", (PyCFunction)set_context, METH_VARARGS, NULL},
+    {"_dead_registers", (PyCFunction)controller_dead, METH_NOARGS, NULL},
+    {"_forget_dead", (PyCFunction)controller_forget_dead, METH_O, NULL},
+    {"new_register", (PyCFunction)controller_new_register, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyType_Slot controller_slots[] = {
+    {Py_tp_new, controller_new},
+    {Py_tp_traverse, controller_traverse},
+    {Py_tp_clear, controller_clear},
+    {Py_tp_dealloc, controller_dealloc},
+    {Py_tp_members, controller_members},
+    {Py_tp_methods, controller_methods},
+    {Py_tp_doc, "The native part of a controller."},
+    {0, NULL},
+};
+
+static PyType_Spec controller_spec = {
+    .name = "spmd_disco.native._native.ControllerState",
+    .basicsize = sizeof(ControllerState),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = controller_slots,
+};
+
+PyTypeObject *ControllerState_Type;
+
+static int
+add_names(void)
+{
+    struct {
+        PyObject **where;
+        const char *text;
+    } names[] = {
+        {&str_structlog, "structlog"}, {&str_level, "level"}, {&str_acquire, "acquire"},
+        {&str_release, "release"}, {&str_published, "published"}, {&str_publish, "publish"},
+        {&str_reserve, "reserve"}, {&str_hit, "hit"}, {&str_enter, "enter"}, {&str_leave, "leave"},
+        {&str_controller, "_controller"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        PyObject *text = PyUnicode_InternFromString(names[i].text);
+        if (text == NULL)
+            return -1;
+        Py_XSETREF(*names[i].where, text);
+    }
+    PyObject *logging = PyImport_ImportModule("logging");
+    PyObject *root = logging == NULL ? NULL : PyObject_GetAttrString(logging, "root");
+    PyObject *fields = root == NULL ? NULL : PyObject_GetAttrString(root, "__dict__");
+    Py_XDECREF(logging);
+    Py_XDECREF(root);
+    if (fields == NULL)
+        return -1;
+    Py_XSETREF(root_fields, fields);
+    return 0;
+}
+
+int
+add_controller(PyObject *module)
+{
+    if (add_names() < 0)
+        return -1;
+    ControllerState_Type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &controller_spec, NULL);
+    if (ControllerState_Type == NULL || PyModule_AddType(module, ControllerState_Type) < 0)
+        return -1;
+    PyTypeObject *fastcall = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fastcall_spec, NULL);
+    if (fastcall == NULL)
+        return -1;
+    int done = PyModule_AddType(module, fastcall);
+    Py_DECREF(fastcall);
+    return done;
+}

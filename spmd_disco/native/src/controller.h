@@ -1,0 +1,31 @@
+/* The controller's native part; see controller.c. */
+#ifndef SPMD_DISCO_CONTROLLER_H
+#define SPMD_DISCO_CONTROLLER_H
+
+#include "native.h"
+#include "worker.h"
+
+typedef struct ControllerState {
+    PyObject_HEAD
+    PyObject *lock;       /* an RLock, held from the publishing of a command to the end of worker 0's half */
+    PyObject *channel;
+    WorkerState *worker;
+    PyObject *output;     /* of worker 0, or None */
+    PyObject *interrupts; /* has an attribute `hit` */
+    PyObject *dref_type;
+    PyObject *references; /* dict: name of a function -> encoded reference, kept by the registry */
+    /* What the workers have been told of: the import path and the level of the log. */
+    PyObject *path, *level;
+    unsigned long long registers; /* the last that was given away */
+    unsigned long long *dead;     /* registers whose handles have died */
+    size_t dead_count, dead_capacity;
+    unsigned forks;
+    char closed, submitting;
+} ControllerState;
+
+extern PyTypeObject *ControllerState_Type;
+
+/* Notes that a register's handle has died. Needs the GIL, raises nothing. */
+void controller_bury(ControllerState *self, uint64_t id);
+
+#endif
