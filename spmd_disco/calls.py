@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from . import pickling, registry
@@ -20,11 +22,16 @@ from .codec import (
     replace_containers,
 )
 from .dref import DRef
+from .fingerprint import fingerprint, is_settled
 
 if TYPE_CHECKING:
     from .controller import Controller
 
 __all__ = ["CallEncoder", "encode_plain"]
+
+
+#: Fingerprints that are kept.
+MOST_SETTLED = 256
 
 
 class CallEncoder:
@@ -39,6 +46,8 @@ class CallEncoder:
     def __init__(self, controller: Controller) -> None:
         # Not the session: a cycle would keep one alive that the program has dropped.
         self._controller = controller
+        #: By the id of their code: the fingerprints and digests of functions that went by value.
+        self._settled: dict[int, tuple[list[object], bytes]] = {}
 
     def reference(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
         """Encode which function to call; also return the code that goes along, if any does."""
@@ -68,17 +77,38 @@ class CallEncoder:
         return self._by_value(func)
 
     def _by_value(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
+        digest = self.known(func)
+        if digest is not None:
+            return encode_function(FunctionKind.KNOWN, digest), (digest, b"")
+        parts = fingerprint(func) if type(func) is FunctionType else None
         # Pickled anew each time, so that a global that has changed since counts.
         try:
             code = pickling.dumps(func)
         except Exception as e:
             raise TypeError(f"the function {func!r} cannot be pickled: {e}") from e
         digest = hashlib.blake2b(code, digest_size=DIGEST_SIZE).digest()
+        if parts is not None and is_settled(parts):
+            if len(self._settled) >= MOST_SETTLED:
+                self._settled.clear()
+            # The fingerprint has the code object in it, so its id stays its own.
+            self._settled[id(func.__code__)] = parts, digest
         if digest in self._controller.codes:
             reference = encode_function(FunctionKind.KNOWN, digest)
         else:
             reference = encode_function(FunctionKind.CODE, digest, code)
         return reference, (digest, code)
+
+    def known(self, func: Any) -> bytes | None:
+        """Return the digest of a function that went by value before and is still the same."""
+        if type(func) is not FunctionType:
+            return None
+        settled = self._settled.get(id(func.__code__))
+        if settled is None or settled[1] not in self._controller.codes:
+            return None
+        parts = fingerprint(func)
+        if parts is None or len(parts) != len(settled[0]):
+            return None
+        return settled[1] if all(map(operator.is_, parts, settled[0])) else None
 
     def own(self, dref: DRef) -> None:
         """Refuse a DRef of another session.

@@ -97,6 +97,11 @@ class _PythonState:
     def _set_context(self, path: tuple[str, ...], level: int) -> None:
         pass
 
+    def _set_known(
+        self, known: Callable[[Any], bytes | None], codes: OrderedDict[bytes, bytes]
+    ) -> None:
+        pass
+
 
 if not TYPE_CHECKING and native.core is not None:
     _State = native.core.ControllerState
@@ -299,9 +304,11 @@ class Controller(_State):
         return decode_command(memoryview(bytearray(message)))
 
     def _remember(self, digest: bytes, code: bytes) -> None:
-        self.codes[digest] = code
-        self.codes.move_to_end(digest)
-        forget_old_codes(self.codes, len)
+        if digest in self.codes:
+            self.codes.move_to_end(digest)
+        else:
+            self.codes[digest] = code
+            forget_old_codes(self.codes, len)
 
     def _cancel_own_half(self) -> None:
         if self.worker.running:

@@ -42,6 +42,7 @@ class Session(ArrayMethods):
     def _drive(self, controller: Controller) -> None:
         self._controller = controller
         self._encoder = CallEncoder(controller)
+        controller._set_known(self._encoder.known, controller.codes)
 
     @property
     def num_workers(self) -> int:

@@ -49,6 +49,20 @@ def reduce(
         A buffer is not contiguous, or an output cannot be written.
     """
 
+def end_with_parent(parent: int, /) -> None:
+    """End this process and its process group as soon as its parent has ended, or at once.
+
+    Parameters
+    ----------
+    parent : int
+        The process id of the parent.
+
+    Raises
+    ------
+    OSError
+        No thread can be started for it.
+    """
+
 def copy(dst: Buffer, src: Buffer, /, *, stream: bool = ...) -> None:
     """Copy all bytes of `src` into `dst`.
 
@@ -259,6 +273,33 @@ class PoolTable:
 
     def __len__(self) -> int: ...
 
+@final
+class Loan:
+    """Memory that a member lends to this process: a read-only buffer, given back when it goes.
+
+    Parameters
+    ----------
+    table : PoolTable
+    member, offset : int
+        The lender, and where the loan begins in its pool: with a byte for each of `count` workers,
+        in whole cache lines, and behind these with the data.
+    nbytes : int
+        The bytes of the data.
+    index, count : int
+        Which worker this is, and how many there are.
+
+    Raises
+    ------
+    ValueError
+        There is nothing mapped there.
+    """
+
+    def __new__(
+        cls, table: PoolTable, member: int, offset: int, nbytes: int, index: int, count: int, /
+    ) -> Loan: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 def node_size(workers: int, ring_size: int, box_size: int, /) -> int:
     """Return the bytes of a segment for a node block; `ring_size` is a power of two.
 
@@ -353,6 +394,9 @@ class Node:
 
         Polls for `spin` seconds first. A signal ends the wait.
         """
+
+    def sleep(self, seen: int, seconds: float, /) -> bool:
+        """Wait in the same way, without polling."""
 
     def wait_watch(self, seen: int, seconds: float, /) -> int:
         """Sleep while `watch_bell` is `seen`, up to `seconds`; return what it is."""
@@ -506,6 +550,7 @@ class WorkerState:
     thread: int
     running: bool
     closed: bool
+    _codes: dict[bytes, list[Any]]
     _begin: Callable[[int], object] | None
     _on_command: Callable[[], object] | None
 
@@ -536,6 +581,11 @@ class ControllerState:
         /,
     ) -> None:
         """Give it all that its calls need."""
+
+    def _set_known(
+        self, known: Callable[[Any], bytes | None], codes: dict[bytes, bytes], /
+    ) -> None:
+        """Say how to know a function that went by value before, and which those are."""
 
     def _set_context(self, path: tuple[str, ...], level: int, /) -> None:
         """Note which import path and which level of the log the workers know."""

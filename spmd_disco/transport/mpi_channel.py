@@ -21,7 +21,7 @@ from ..codec import ALIGNMENT, Part, assemble
 from ..protocol import ALL
 from .atomic import run
 from .channel import ControllerChannel, WorkerChannel
-from .wait import Waiter
+from .wait import Waiter, sched_yield
 
 __all__ = ["TAG_WATCH", "MPIControllerChannel", "MPIWorkerChannel"]
 
@@ -81,7 +81,7 @@ class _Sender:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        self.sent: list[tuple[MPI.Request, int]] = [(MPI.REQUEST_NULL, 0)]
+        self.sent: deque[tuple[MPI.Request, int]] = deque([(MPI.REQUEST_NULL, 0)])
         #: Whether there are large messages among them, which come forward only while MPI is called.
         self.large = False
 
@@ -122,9 +122,10 @@ class _Sender:
 
     def pump(self) -> None:
         """Forget what is complete; the last one stays, for its number."""
-        if len(self.sent) > 1:
-            # In place; Test() of what has completed before is harmless. An interrupt loses none.
-            self.sent[:-1] = [item for item in self.sent[:-1] if not item[0].Test()]
+        # In order, up to the first that is not complete: each look then costs a constant. Test() of
+        # what has completed before is harmless, so an interrupt loses none.
+        while len(self.sent) > 1 and self.sent[0][0].Test():
+            self.sent.popleft()
         if len(self.sent) == 1 and self.sent[0][0].Test():
             self.large = False
 
@@ -241,6 +242,9 @@ class MPIControllerChannel(ControllerChannel):
         self._sender.send(message, ranks, TAG_COMMAND, TAG_COMMAND_FRAGMENT, number)
         if len(self._sender.sent) > KEEP_REQUESTS:
             self._sender.pump()
+            if len(self._sender.sent) > KEEP_REQUESTS:
+                # The workers are behind. With more of them than cores they may want this one.
+                sched_yield()
 
     def _poll_acks(self) -> None:
         status = self._ack_status

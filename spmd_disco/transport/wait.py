@@ -18,7 +18,7 @@ from typing import TypeVar
 from ..config import seconds, setting
 from ..errors import DiscoTimeout
 
-__all__ = ["Waiter"]
+__all__ = ["Waiter", "sched_yield"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ LONGEST_SLEEPS = ((2.0, 10e-3), (0.2, 5e-3), (0.02, 2e-3), (0.0, 1e-3))
 #: A process that waits this long for something other than its peers counts as idle.
 IDLE_AFTER = 1e-3
 
-_sched_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
+sched_yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Waiter:
@@ -104,7 +104,7 @@ class Waiter:
                 return value
             polls += 1
             if polls % POLLS_PER_YIELD == 0:
-                _sched_yield()
+                sched_yield()
                 if time.perf_counter() >= spin_end:
                     break
         if timeout is None:

@@ -12,7 +12,8 @@
 #include "codec.h"
 #include "handle.h"
 
-enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, MOST_ARGUMENTS = 255 };
+enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, FUNCTION_KNOWN = 4, DIGEST = 16,
+       MOST_ARGUMENTS = 255 };
 
 typedef struct __attribute__((packed)) {
     uint64_t number;
@@ -115,19 +116,38 @@ set_context(ControllerState *self, PyObject *args)
 
 /* Encodes which function to call: 1, 0 if that is Python's to do, or -1 with an exception. */
 static int
-encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call *call)
+encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call *call,
+                 PyObject **digest)
 {
+    uint8_t *to;
     if (PyObject_TypeCheck(function, Handle_Type)) {
         HandleObject *handle = (HandleObject *)function;
         if (handle->session == NULL)
             return 0;
-        uint8_t *to = buffer_extend(buffer, 9);
+        to = buffer_extend(buffer, 9);
         if (to == NULL)
             return -1;
         to[0] = FUNCTION_REGISTER;
         uint64_t id = handle->reg_id;
         memcpy(to + 1, &id, sizeof id);
         call->function_register = id;
+        return 1;
+    }
+    if (PyFunction_Check(function) && self->known != NULL) {
+        PyObject *key = PyObject_CallOneArg(self->known, function);
+        if (key == NULL)
+            return -1;
+        PyObject *known = NULL;
+        if (PyBytes_CheckExact(key) && PyBytes_GET_SIZE(key) == DIGEST)
+            known = worker_known(self->worker, key);
+        if (known == NULL || (to = buffer_extend(buffer, 1 + DIGEST)) == NULL) {
+            Py_DECREF(key);
+            return PyErr_Occurred() ? -1 : 0;
+        }
+        to[0] = FUNCTION_KNOWN;
+        memcpy(to + 1, PyBytes_AS_STRING(key), DIGEST);
+        call->function = known;
+        *digest = key;
         return 1;
     }
     if (!PyUnicode_CheckExact(function) || self->references == NULL || self->worker == NULL ||
@@ -139,7 +159,7 @@ encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call
     PyObject *known = PyDict_GetItemWithError(self->worker->functions, reference);
     if (known == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    uint8_t *to = buffer_extend(buffer, PyBytes_GET_SIZE(reference));
+    to = buffer_extend(buffer, PyBytes_GET_SIZE(reference));
     if (to == NULL)
         return -1;
     memcpy(to, PyBytes_AS_STRING(reference), PyBytes_GET_SIZE(reference));
@@ -164,7 +184,7 @@ call_method(PyObject *object, PyObject *name)
 
 /* Publishes `message` and runs worker 0's half. Returns -1 with what is to be raised. */
 static int
-publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead)
+publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead, PyObject *digest)
 {
     PyObject *message = PyBytes_FromStringAndSize((char *)buffer->data, buffer->size);
     PyObject *number = PyLong_FromLongLong(call->number), *all = PyLong_FromLong(ALL);
@@ -182,8 +202,11 @@ publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead)
     if (told != NULL) {
         Py_DECREF(told);
         forget_dead(self, dead);
+        /* The workers do the same with their own. */
+        bool ordered = digest == NULL || (move_to_end(self->codes, digest) == 0 &&
+                                          move_to_end(self->worker->codes, digest) == 0);
         bool labelled = self->output != NULL && self->output != Py_None;
-        if (!labelled || call_method(self->output, str_enter) == 0) {
+        if (ordered && (!labelled || call_method(self->output, str_enter) == 0)) {
             error = worker_run(self->worker, call);
             if (labelled) {
                 PyObject *type, *raised, *traceback;
@@ -244,6 +267,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     Buffer buffer;
     buffer_init(&buffer);
     size_t dead = self->dead_count;
+    PyObject *digest = NULL;
     Header head = {.action = CALL_PACKED, .kills = (uint32_t)dead, .target = ALL};
     Call call = {.arguments = args + 1, .count = count - 1};
     int done = dead > UINT32_MAX ? 0 : 1;
@@ -252,7 +276,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
         return -1;
     memcpy(to + sizeof head, self->dead, 8 * dead);
     if (done > 0)
-        done = encode_reference(self, &buffer, args[0], &call);
+        done = encode_reference(self, &buffer, args[0], &call, &digest);
     if (done > 0 && (to = buffer_extend(&buffer, 2)) == NULL)
         done = -1;
     if (done > 0) {
@@ -289,7 +313,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
         head.destination = call.destination = ++self->registers;
         memcpy(buffer.data, &head, sizeof head);
         self->submitting = 1;
-        done = publish_and_run(self, &buffer, &call, dead) < 0 ? -1 : 1;
+        done = publish_and_run(self, &buffer, &call, dead, digest) < 0 ? -1 : 1;
         self->submitting = 0;
     }
     if (done > 0) {
@@ -301,6 +325,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     }
     else
         Py_XDECREF(handle);
+    Py_XDECREF(digest);
     buffer_free(&buffer);
     return done;
 }
@@ -473,6 +498,8 @@ controller_traverse(ControllerState *self, visitproc visit, void *arg)
     Py_VISIT(self->interrupts);
     Py_VISIT(self->dref_type);
     Py_VISIT(self->references);
+    Py_VISIT(self->known);
+    Py_VISIT(self->codes);
     Py_VISIT(self->path);
     Py_VISIT(self->level);
     return 0;
@@ -488,6 +515,8 @@ controller_clear(ControllerState *self)
     Py_CLEAR(self->interrupts);
     Py_CLEAR(self->dref_type);
     Py_CLEAR(self->references);
+    Py_CLEAR(self->known);
+    Py_CLEAR(self->codes);
     Py_CLEAR(self->path);
     Py_CLEAR(self->level);
     return 0;
@@ -525,6 +554,17 @@ controller_prepare(ControllerState *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+set_known(ControllerState *self, PyObject *args)
+{
+    PyObject *known, *codes;
+    if (!PyArg_ParseTuple(args, "OO!:set_known", &known, &PyDict_Type, &codes))
+        return NULL;
+    Py_XSETREF(self->known, Py_NewRef(known));
+    Py_XSETREF(self->codes, Py_NewRef(codes));
+    Py_RETURN_NONE;
+}
+
 static PyMemberDef controller_members[] = {
     {"closed", T_BOOL, offsetof(ControllerState, closed), 0, NULL},
     {"_submitting", T_BOOL, offsetof(ControllerState, submitting), 0, NULL},
@@ -533,6 +573,7 @@ static PyMemberDef controller_members[] = {
 
 static PyMethodDef controller_methods[] = {
     {"_prepare", (PyCFunction)controller_prepare, METH_VARARGS, NULL},
+    {"_set_known", (PyCFunction)set_known, METH_VARARGS, NULL},
     {"_set_context", (PyCFunction)set_context, METH_VARARGS, NULL},
     {"_dead_registers", (PyCFunction)controller_dead, METH_NOARGS, NULL},
     {"_forget_dead", (PyCFunction)controller_forget_dead, METH_O, NULL},

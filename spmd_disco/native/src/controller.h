@@ -14,6 +14,8 @@ typedef struct ControllerState {
     PyObject *interrupts; /* has an attribute `hit` */
     PyObject *dref_type;
     PyObject *references; /* dict: name of a function -> encoded reference, kept by the registry */
+    PyObject *known;      /* gives the digest of a function that went by value before, or None */
+    PyObject *codes;      /* OrderedDict: digest -> pickle, of those that the workers remember */
     /* What the workers have been told of: the import path and the level of the log. */
     PyObject *path, *level;
     unsigned long long registers; /* the last that was given away */

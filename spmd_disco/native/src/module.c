@@ -14,6 +14,7 @@ execute(PyObject *module)
         add_ring,
         add_reduce,
         add_copy,
+        add_orphan,
         add_pool,
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)

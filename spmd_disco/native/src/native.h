@@ -40,6 +40,7 @@ int add_node(PyObject *module);
 int add_ring(PyObject *module);
 int add_reduce(PyObject *module);
 int add_copy(PyObject *module);
+int add_orphan(PyObject *module);
 int add_pool(PyObject *module);
 
 #endif

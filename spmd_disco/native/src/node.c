@@ -54,13 +54,20 @@ node_wait(Node *node, uint32_t seen, int64_t deadline)
         sched_yield();
         now = node_now();
     }
-    int64_t sleep = deadline - now;
-    if (sleep > NODE_LONGEST_SLEEP_NS)
-        sleep = NODE_LONGEST_SLEEP_NS;
-    atomic_fetch_add(&node->mine->asleep, 1);
-    /* The kernel compares the word once more: who counts up after that sees that we are asleep. */
-    futex_wait(bell, seen, sleep);
-    atomic_fetch_sub(&node->mine->asleep, 1);
+    return node_sleep(node, seen, deadline);
+}
+
+bool
+node_sleep(Node *node, uint32_t seen, int64_t deadline)
+{
+    _Atomic uint32_t *bell = &node->mine->bell;
+    int64_t ns = deadline - node_now();
+    if (ns > 0) {
+        atomic_fetch_add(&node->mine->asleep, 1);
+        /* The kernel compares the word once more: who counts up later sees that we are asleep. */
+        futex_wait(bell, seen, ns < NODE_LONGEST_SLEEP_NS ? ns : NODE_LONGEST_SLEEP_NS);
+        atomic_fetch_sub(&node->mine->asleep, 1);
+    }
     return atomic_load(bell) != seen;
 }
 
@@ -332,6 +339,20 @@ py_wait(NodeObject *self, PyObject *args)
 }
 
 static PyObject *
+py_sleep(NodeObject *self, PyObject *args)
+{
+    unsigned int seen;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Id:sleep", &seen, &seconds))
+        return NULL;
+    bool rung;
+    Py_BEGIN_ALLOW_THREADS
+    rung = node_sleep(&self->node, seen, deadline_in(seconds));
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(rung);
+}
+
+static PyObject *
 py_wait_watch(NodeObject *self, PyObject *args)
 {
     unsigned int seen;
@@ -585,6 +606,7 @@ static PyMethodDef node_methods[] = {
     {"begin_wait", (PyCFunction)py_begin_wait, METH_NOARGS, NULL},
     {"end_wait", (PyCFunction)py_end_wait, METH_NOARGS, NULL},
     {"wait", (PyCFunction)py_wait, METH_VARARGS, NULL},
+    {"sleep", (PyCFunction)py_sleep, METH_VARARGS, NULL},
     {"wait_watch", (PyCFunction)py_wait_watch, METH_VARARGS, NULL},
     {"ring_watchers", (PyCFunction)py_ring_watchers, METH_NOARGS, NULL},
     {"ring_bell", (PyCFunction)py_ring_bell, METH_O, NULL},

@@ -178,8 +178,9 @@ node_bell(const Node *node)
 
 /* Wait until the doorbell differs from `seen`, or node_now() passes `deadline`, or a signal comes;
  * never longer than spin_ns + NODE_LONGEST_SLEEP_NS. Polls with yields for spin_ns, then sleeps.
- * Says whether the doorbell differs. Without the GIL. */
+ * Says whether the doorbell differs. node_sleep does not poll. Both without the GIL. */
 bool node_wait(Node *node, uint32_t seen, int64_t deadline);
+bool node_sleep(Node *node, uint32_t seen, int64_t deadline);
 
 /* The worker's own status line. */
 static inline void

@@ -34,6 +34,10 @@
 #define FALLOCATE_PIECE ((size_t)16 << 20)
 #define RUN_BYTES ((size_t)64 << 10)
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 #define SMALL_CLASSES 28
 /* Free spans by size: one list for each number of pages below 64, eight for each doubling above. */
 #define EXACT_BINS 64
@@ -96,6 +100,13 @@ static void
 install_fork_hook(void)
 {
     pthread_atfork(NULL, NULL, count_fork);
+}
+
+unsigned
+pool_forks(void)
+{
+    pthread_once(&fork_hook, install_fork_hook);
+    return forks;
 }
 
 /* Sizes ------------------------------------------------------------------------------------- */
@@ -305,6 +316,9 @@ back(struct Pool *pool, size_t start, size_t pages)
             punch(pool, start, pages);
             return error;
         }
+        /* Mapped in one go it costs a good deal less than by a fault for each page later. Kernels
+         * before 5.14 refuse, and then it comes to that. */
+        madvise(pool->base + start * pool->page + done, piece, MADV_POPULATE_WRITE);
         done += piece;
     }
     pool->reserved += bytes;
@@ -646,7 +660,6 @@ pool_close(struct Pool *pool)
 struct Pool *
 pool_create(size_t cap)
 {
-    pthread_once(&fork_hook, install_fork_hook);
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (cap > SIZE_MAX / 8) {
         errno = EINVAL;
@@ -666,7 +679,7 @@ pool_create(size_t cap)
     pool->size = pages * page;
     pool->cap = cap;
     pool->page = page;
-    pool->forks = forks;
+    pool->forks = pool_forks();
     pthread_mutex_init(&pool->lock, NULL);
     /* One entry more than pages, so that the last span has nothing behind it. */
     void *spans = MAP_FAILED, *base = MAP_FAILED;

@@ -48,6 +48,10 @@ size_t pool_used(const struct Pool *pool);
 size_t pool_reserved(const struct Pool *pool);
 size_t pool_peak(const struct Pool *pool);
 
+/* How often this process has come out of a fork() as the child: what another number was noted with
+ * has been inherited. */
+unsigned pool_forks(void);
+
 /* Have growth also look at a limit of a control group: usage and statistics are read from the
  * files. Return 0, or -1 for lack of memory. */
 int pool_add_limit(struct Pool *pool, const char *usage, const char *statistics, size_t limit);
@@ -85,7 +89,18 @@ typedef struct {
     } *ranges;
 } PoolTableObject;
 
-extern PyTypeObject *Pool_Type, *PoolBlock_Type, *PeerMap_Type, *PoolTable_Type;
+/* A block that a member lends to others; see pool_loan.c. */
+typedef struct {
+    PyObject_HEAD
+    PoolTableObject *table;
+    uint8_t *data;
+    Py_ssize_t nbytes;
+    atomic_uchar *state;
+    unsigned forks;
+} PoolLoanObject;
+
+extern PyTypeObject *Pool_Type, *PoolBlock_Type, *PeerMap_Type, *PoolTable_Type, *PoolLoan_Type;
+extern PyType_Spec pool_loan_spec;
 
 /* Set the exception for what pool_alloc returned. */
 void pool_raise(struct Pool *pool, size_t bytes, enum PoolResult result);

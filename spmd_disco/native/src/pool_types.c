@@ -11,7 +11,7 @@
 
 #include "segment.h"
 
-PyTypeObject *Pool_Type, *PoolBlock_Type, *PeerMap_Type, *PoolTable_Type;
+PyTypeObject *Pool_Type, *PoolBlock_Type, *PeerMap_Type, *PoolTable_Type, *PoolLoan_Type;
 
 void
 pool_raise(struct Pool *pool, size_t bytes, enum PoolResult result)
@@ -55,11 +55,18 @@ pool_new_block(PoolObject *owner, size_t bytes)
     return (PyObject *)self;
 }
 
+#if PY_VERSION_HEX < 0x030d0000
+#define Py_IsFinalizing _Py_IsFinalizing
+#endif
+
 static void
 block_dealloc(PoolBlockObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    pool_free(self->owner->pool, self->offset);
+    /* When the interpreter comes to its end, what peers still read stays as it is: the memory goes
+     * with the last process that has it mapped. */
+    if (!Py_IsFinalizing())
+        pool_free(self->owner->pool, self->offset);
     Py_DECREF(self->owner);
     type->tp_free(self);
     Py_DECREF(type);
@@ -494,6 +501,7 @@ add_pool(PyObject *module)
         {&PoolBlock_Type, &block_spec},
         {&PeerMap_Type, &map_spec},
         {&PoolTable_Type, &table_spec},
+        {&PoolLoan_Type, &pool_loan_spec},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         *types[i].type = (PyTypeObject *)PyType_FromModuleAndSpec(module, types[i].spec, NULL);

@@ -12,7 +12,7 @@
 #include "handle.h"
 
 enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, FUNCTION_GLOBAL = 1,
-       FUNCTION_NONE = 5, MOST_ARGUMENTS = 255 };
+       FUNCTION_KNOWN = 4, FUNCTION_NONE = 5, DIGEST = 16, MOST_ARGUMENTS = 255 };
 
 unsigned fork_count;
 static PyTypeObject *failed_type; /* what a register holds whose command failed */
@@ -79,6 +79,24 @@ lookup(void *context, uint64_t id)
         value = PyObject_CallMethod((PyObject *)self, "lookup", "O", key);
     Py_DECREF(key);
     return value;
+}
+
+int
+move_to_end(PyObject *codes, PyObject *key)
+{
+    PyObject *moved = PyObject_CallMethod(codes, "move_to_end", "O", key);
+    Py_XDECREF(moved);
+    return moved == NULL ? -1 : 0;
+}
+
+PyObject *
+worker_known(WorkerState *self, PyObject *digest)
+{
+    PyObject *entry = self->codes == NULL || !PyDict_Check(self->codes) ? NULL : PyDict_GetItemWithError(self->codes, digest);
+    if (entry == NULL || !PyList_CheckExact(entry) || PyList_GET_SIZE(entry) != 3)
+        return NULL;
+    PyObject *function = PyList_GET_ITEM(entry, 1);
+    return function == Py_None ? NULL : function;
 }
 
 /* Calls --------------------------------------------------------------------------------------- */
@@ -303,6 +321,22 @@ worker_step(WorkerState *self, PyObject *message)
             goto end;
         }
     }
+    else if (size - at > DIGEST && data[at] == FUNCTION_KNOWN) {
+        PyObject *digest = PyBytes_FromStringAndSize((const char *)data + at + 1, DIGEST);
+        if (digest == NULL)
+            goto end;
+        function = worker_known(self, digest);
+        bool failed = function == NULL ? PyErr_Occurred() != NULL
+                                       : move_to_end(self->codes, digest) < 0;
+        Py_DECREF(digest);
+        if (failed)
+            goto end;
+        if (function == NULL) {
+            result = Py_NewRef(Py_False);
+            goto end;
+        }
+        at += 1 + DIGEST;
+    }
     else {
         result = Py_NewRef(Py_False);
         goto end;
@@ -339,6 +373,7 @@ worker_traverse(WorkerState *self, visitproc visit, void *arg)
     Py_VISIT(self->begin);
     Py_VISIT(self->on_command);
     Py_VISIT(self->functions);
+    Py_VISIT(self->codes);
     return 0;
 }
 
@@ -350,6 +385,7 @@ worker_clear(WorkerState *self)
     Py_CLEAR(self->begin);
     Py_CLEAR(self->on_command);
     Py_CLEAR(self->functions);
+    Py_CLEAR(self->codes);
     return 0;
 }
 
@@ -409,6 +445,7 @@ static PyGetSetDef worker_attributes[] = {
 
 static PyMemberDef worker_members[] = {
     {"function", T_OBJECT, offsetof(WorkerState, function), 0, NULL},
+    {"_codes", T_OBJECT, offsetof(WorkerState, codes), 0, NULL},
     {"_begin", T_OBJECT, offsetof(WorkerState, begin), 0, NULL},
     {"_on_command", T_OBJECT, offsetof(WorkerState, on_command), 0, NULL},
     {"number", T_LONGLONG, offsetof(WorkerState, number), 0, NULL},

@@ -11,6 +11,7 @@ typedef struct {
     PyObject *begin;       /* called with each command's number, or None */
     PyObject *on_command;  /* called after each function, or None */
     PyObject *functions;   /* dict: reference -> global function, kept by the registry */
+    PyObject *codes;       /* OrderedDict: digest -> [pickle, function or None, size] */
     long long number, finished, interrupted_through;
     unsigned long thread;
     int worker_id;
@@ -39,6 +40,12 @@ typedef struct {
 /* Runs a call whose dead registers have been dropped. Returns a new reference: None, or the
  * exception that it failed with. NULL with an exception set: it was interrupted in between. */
 PyObject *worker_run(WorkerState *self, const Call *call);
+
+/* A function that was sent by value before, borrowed; NULL with nothing set where it is not at hand. */
+PyObject *worker_known(WorkerState *self, PyObject *digest);
+
+/* Counts an entry of an OrderedDict as used last, as both sides of a session do alike. */
+int move_to_end(PyObject *codes, PyObject *key);
 
 int worker_drop(WorkerState *self, uint64_t id);
 
