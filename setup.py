@@ -1,6 +1,7 @@
 """The native module's part of the build; everything else is in pyproject.toml."""
 
 import os
+import shlex
 from glob import glob
 
 from setuptools import Extension, setup
@@ -24,6 +25,8 @@ native = Extension(
         "-Wno-unused-parameter",
         "-Wno-missing-field-initializers",
         "-Wno-cast-function-type",
+        # Once more at the end: for a debugger, CFLAGS="-O0 -g3" must beat what is above.
+        *shlex.split(os.environ.get("CFLAGS", "")),
     ],
     optional=build != "native",
 )

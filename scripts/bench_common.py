@@ -1,29 +1,48 @@
-"""What the benchmark scripts share: rounds, JSON lines, plots."""
+"""What the benchmark scripts share: options, interleaved rounds, JSON lines, plots."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import pathlib
 import platform
 import statistics
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
 import spmd_disco as di
+from spmd_disco import native
+
+#: One curve of a plot: where, and the summary of what was measured there.
+Curve = Sequence[tuple[float, Mapping[str, float]]]
+#: Names of what runs beside us, as tables and plots show them.
+PEERS = {"mpi": "mpi4py", "tvm": "TVM ProcessSession", "tvm-threads": "TVM ThreadedSession"}
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts have."""
     p = argparse.ArgumentParser(description=description)
     p.add_argument("--rounds", type=int, default=9, help="interleaved rounds, at least 9 (default)")
-    p.add_argument("--peer", default="mpi", choices=["mpi"], help="what runs beside")
+    p.add_argument("--peer", default="mpi", choices=list(PEERS), help="what runs beside")
     p.add_argument("--plot", metavar="FILE.png", help="also draw the results")
     return p
+
+
+def refuse(why: str) -> NoReturn:
+    """Say in one sentence why this cannot be measured, and end with status 2."""
+    print(f"{os.path.basename(sys.argv[0])}: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_rounds(rounds: int) -> None:
+    """Refuse fewer rounds than a result may rest on."""
+    if rounds < 9:
+        refuse(f"--rounds {rounds}: medians of fewer than 9 rounds say little")
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -68,59 +87,106 @@ def emit(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def emit_header(sess: di.Session, **more: Any) -> None:
+def _cpu() -> str:
+    """Return the name of the processor, or where Linux does not tell it, its architecture."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def emit_header(sess: di.Session, peer: str, **more: Any) -> None:
     """Print where and with what this runs."""
+    from mpi4py import MPI  # not above: TVM's worker processes must not initialise it
+
     emit(
         {
             "bench": "environment",
+            "date": datetime.date.today().isoformat(),
             "n": sess.num_workers,
+            "peer": PEERS[peer],
             "spmd_disco": di.__version__,
+            "native": native.available(),
             "python": platform.python_version(),
             "numpy": np.__version__,
-            "mpi": " ".join(map(str, [MPI.get_vendor()[0], *MPI.get_vendor()[1]])),
+            "mpi": " ".join([MPI.get_vendor()[0], ".".join(map(str, MPI.get_vendor()[1]))]),
             "machine": platform.machine(),
+            "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             **more,
         }
     )
 
 
-def check_rounds(rounds: int) -> None:
-    """Refuse fewer rounds than a result may rest on."""
-    if rounds < 9:
-        sys.exit(f"--rounds {rounds}: medians of fewer than 9 rounds say little")
-
-
-def plot(
-    rows: list[dict[str, Any]], path: str, x: str, panels: str, xlabel: str, ylabel: str
+def draw(
+    path: str | os.PathLike[str],
+    panels: Mapping[str, Mapping[str, Curve]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    cores: int | None = None,
+    limit: tuple[str, float] | None = None,
 ) -> None:
-    """Draw ours and the peer's medians over `x`, log-log, one panel for each value of `panels`."""
+    """Draw medians, with minima and maxima as bands, log-log.
+
+    Parameters
+    ----------
+    path : path-like
+        Where the picture goes.
+    panels : dict
+        For each title the curves by their labels; those with equal labels look alike.
+    xlabel, ylabel : str
+        What the axes are.
+    cores : int, optional
+        Mark what is to the right of this as more workers than cores.
+    limit : (str, float), optional
+        A horizontal line and its label.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
 
-    names = list(dict.fromkeys(row[panels] for row in rows))
-    columns = min(3, len(names))
-    lines = -(-len(names) // columns)
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(
         lines, columns, figsize=(4.2 * columns, 3.4 * lines), squeeze=False, layout="constrained"
     )
-    for axis, name in zip(axes.flat, names, strict=False):
-        mine = [row for row in rows if row[panels] == name]
-        for key, label, style in (("ours", "spmd_disco", "o-"), ("peer", "mpi4py", "s--")):
-            points = [(row[x], row[key]) for row in mine if key in row]
-            if not points:
-                continue
-            xs = [p[0] for p in points]
-            mid = [p[1]["median"] for p in points]
-            axis.plot(xs, mid, style, label=label, markersize=4)
-            axis.fill_between(
-                xs, [p[1]["min"] for p in points], [p[1]["max"] for p in points], alpha=0.2
-            )
-        axis.set(xscale="log", yscale="log", title=name, xlabel=xlabel, ylabel=ylabel)
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for label, curve in curves.items():
+            at = labels.index(label)
+            xs = [x for x, _ in curve]
+            low, middle, high = ([y[key] for _, y in curve] for key in ("min", "median", "max"))
+            look = {"color": f"C{at}", "marker": "os^vD"[at % 5], "markersize": 4}
+            axis.plot(xs, middle, "-" if at == 0 else "--", label=label, **look)
+            axis.fill_between(xs, low, high, alpha=0.2, color=f"C{at}")
+        axis.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
         axis.grid(which="both", alpha=0.3)
-        axis.legend()
-    for axis in axes.flat[len(names) :]:
+        if cores is not None:
+            ticks = sorted({x for curve in curves.values() for x, _ in curve})
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+            axis.xaxis.set_minor_locator(NullLocator())
+            edge = axis.get_xlim()[1]
+            if edge > cores:
+                text = f"more workers than\nthe {cores} cores"
+                axis.axvspan(cores * 1.1, edge, color="grey", alpha=0.12, label=text)
+            axis.set_xlim(right=edge)
+        if limit is not None:
+            axis.axhline(limit[1], color="grey", linestyle=":", label=limit[0])
+        axis.legend(fontsize="small")
+    for axis in axes.flat[len(panels) :]:
         axis.remove()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]], x: str) -> dict[str, dict[str, Curve]]:
+    """Sort rows into panels by what they measured: ours and the peer's values over `x`."""
+    panels: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        curves = panels.setdefault(row["bench"], {})
+        for key, label in (("ours", "spmd_disco"), ("peer", row["peer_name"])):
+            if key in row:
+                curves.setdefault(label, []).append((row[x], row[key]))
+    return panels

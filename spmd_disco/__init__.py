@@ -17,6 +17,7 @@ from .mpi_session import MPISession
 from .protocol import DiscoAction
 from .registry import get_global_func, register_func
 from .sessions import Session
+from .tensor import empty, empty_like
 from .transport.ccl import ReduceKind
 from .worker import WorkerInfo, get_worker
 
@@ -40,6 +41,8 @@ __all__ = [
     "WorkerInfo",
     "__version__",
     "cpu",
+    "empty",
+    "empty_like",
     "get_global_func",
     "get_worker",
     "register_func",

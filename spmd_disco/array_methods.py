@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .builtin import host_arrays
 from .calls import encode_plain
 from .copying import copy_array
 from .device import Device
 from .dref import DRef
 from .protocol import DiscoAction
+from .tensor import array_dtype
 from .transport.ccl import ReduceKind
 
 if TYPE_CHECKING:
@@ -187,11 +190,12 @@ class ArrayMethods:
             `dst`, or the new register.
         """
         array = host(src)
-        if dst is None:
-            dst = self.empty(array.shape, array.dtype)
-        _need_drefs(dst=dst)
-        self._call("runtime.disco._broadcast_array", (self.copy_to_worker_0(array), dst), {})
-        return dst
+        if dst is not None:
+            _need_drefs(dst=dst)
+        new = self._call_with_host(
+            "runtime.disco._broadcast_array", array, (array.shape, array.dtype, dst)
+        )
+        return new if dst is None else dst
 
     def broadcast_from_worker0(self, src: DRef, dst: DRef, in_group: bool = True) -> DRef:
         """Copy worker 0's array (in_group: that of each group's first worker) to the others.
@@ -244,17 +248,62 @@ class ArrayMethods:
                     else ""
                 )
             )
-        if dst is None:
-            dst = self.empty(array.shape[1:], array.dtype)
-        _need_drefs(dst=dst)
-        remote = self.copy_to_worker_0(array)
-        if receivers == self.num_workers:
-            self.scatter_from_worker0(remote, dst, in_group)
-        else:
-            self._call(
-                "runtime.disco._scatter_to_groups", (remote, array.shape, array.dtype, dst), {}
-            )
-        return dst
+        if dst is not None:
+            _need_drefs(dst=dst)
+        new = self._call_with_host(
+            "runtime.disco._scatter_array",
+            array,
+            (array.shape, array.dtype, dst, receivers != self.num_workers),
+        )
+        return new if dst is None else dst
+
+    def share(self, array: Any) -> DRef:
+        """Give all workers one read-only copy of an array of the controller, one on each node.
+
+        For what is large and does not change, such as weights: the workers of a node read the same
+        memory. It is freed when no register, and nothing else on any worker, holds it any more.
+        Without peer memory each worker gets a copy of its own.
+
+        Parameters
+        ----------
+        array : array_like
+
+        Returns
+        -------
+        DRef
+            Its arrays cannot be written.
+
+        Raises
+        ------
+        MemoryError
+            There is not so much peer memory; nothing has been sent.
+        """
+        array = host(array)
+        controller = self._controller
+        memory = controller.worker.memory
+        controller.check()
+        with controller.lock:
+            place = array.shape, array.dtype
+            if memory is None or memory.pool is None:
+                return self._call_with_host("runtime.disco._share", array, (*place, None))
+            memory.take_back([controller.worker.finished, *controller.channel.executed()])
+            lent, copy = memory.lend(*place)
+            try:
+                copy[...] = array
+                return self._call_with_host("runtime.disco._share", array, (*place, lent.offer))
+            finally:
+                # Whatever has been sent: a worker that has left this command has taken the loan by
+                # now, or never will.
+                lent.command = controller.channel.published
+
+    def _call_with_host(self, function: str, array: np.ndarray[Any, Any], args: Any) -> DRef:
+        """Call one of the workers' own functions with an array that worker 0 takes as it is."""
+        key = next(_keys)
+        host_arrays[key] = array
+        try:
+            return self._call(function, (key, *args), {})
+        finally:
+            del host_arrays[key]
 
     def scatter_from_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> None:
         """Split worker 0's array (in_group: that of each group's first worker) among the workers.
@@ -354,6 +403,10 @@ class ArrayMethods:
         return result
 
 
+#: Names for arrays that worker 0 takes from the controller.
+_keys = itertools.count()
+
+
 def _need_drefs(**arguments: object) -> None:
     """Refuse arrays where registers are wanted: the workers would work on copies of them."""
     for name, value in arguments.items():
@@ -362,26 +415,6 @@ def _need_drefs(**arguments: object) -> None:
                 f"{name} is a DRef, not a {type(value).__name__}: an array gets to the workers "
                 "with broadcast(), scatter(), put() or copy_to_worker_0()"
             )
-
-
-def array_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype that `dtype` names; also the names that ml_dtypes gives.
-
-    Raises
-    ------
-    TypeError
-        Nothing has that name.
-    """
-    try:
-        result: np.dtype[Any] = np.dtype(dtype)
-    except TypeError:
-        import ml_dtypes
-
-        extended = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
-        if extended is None:
-            raise TypeError(f"{dtype!r} names no dtype") from None
-        result = np.dtype(extended)
-    return result
 
 
 def host(array: Any) -> np.ndarray[Any, Any]:

@@ -14,10 +14,12 @@ from . import log_context
 from .device import Device
 from .errors import DiscoError
 from .registry import register_func
+from .tensor import empty as allocate
 from .worker import current_worker, get_worker
 
 if TYPE_CHECKING:
     from .transport.ccl import CCL
+    from .transport.peer_memory import LoanOffer
 
 __all__: list[str] = []
 
@@ -43,15 +45,12 @@ def empty(
     in_group: bool = True,
 ) -> np.ndarray[Any, Any] | None:
     """Return an uninitialised array; None on workers that are to have none, see `Session.empty`."""
-    info = get_worker()
-    device = info.device if device is None else Device.of(device)
-    if device != info.device and device.type != info.device.type:
-        raise ValueError(f"worker {info.worker_id} has no device {device}, only {info.device}")
     if worker0_only:
+        info = get_worker()
         first = info.worker_id % info.group_size == 0 if in_group else info.worker_id == 0
         if not first:
             return None
-    return np.empty(shape, dtype)
+    return allocate(shape, dtype, device)
 
 
 @register_func(PREFIX + "allreduce")
@@ -201,25 +200,77 @@ def _init_ccl(name: str) -> None:
         raise DiscoError(f"worker {get_worker().worker_id} has the CCL {ccl.name!r}, not {name!r}")
 
 
+#: Arrays of the controller, for worker 0's half of the command that moves them: it is in the same
+#: process, and takes them from where they are.
+host_arrays: dict[int, np.ndarray[Any, Any]] = {}
+
+
 @register_func(PREFIX + "_broadcast_array")
-def _broadcast_array(src: Any, dst: Any) -> None:
-    """Broadcast over the world, whatever the groups."""
-    _ccl().broadcast_from_worker0(src, False, dst)
+def _broadcast_array(host: int, shape: Sequence[int], dtype: Any, dst: Any) -> Any:
+    """Broadcast an array of the controller over the world, whatever the groups."""
+    if dst is None:
+        dst = allocate(shape, dtype)
+    _ccl().broadcast_from_worker0(host_arrays.get(host), False, dst)
+    return dst
 
 
-@register_func(PREFIX + "_scatter_to_groups")
-def _scatter_to_groups(src: Any, shape: Sequence[int], dtype: Any, dst: Any) -> None:
-    """Scatter worker 0's `src` within each group: the first workers get it from worker 0."""
+@register_func(PREFIX + "_scatter_array")
+def _scatter_array(
+    host: int, shape: Sequence[int], dtype: Any, dst: Any, in_each_group: bool
+) -> Any:
+    """Scatter an array of the controller, of `shape`, over the world or within each group."""
     info = get_worker()
     ccl = _ccl()
-    first = info.worker_id % info.group_size == 0
-    if info.worker_id == 0:
-        for group in range(1, info.num_groups):
-            ccl.send_to_worker(src, group * info.group_size)
-    elif first:
-        src = np.empty(shape, dtype)
-        ccl.recv_from_worker0(src)
-    ccl.scatter_from_worker0(src if first else None, True, dst)
+    if dst is None:
+        dst = allocate(shape[1:], dtype)
+    src = host_arrays.get(host)
+    if in_each_group:
+        # The groups' first workers get it from worker 0.
+        if info.worker_id == 0:
+            for group in range(1, info.num_groups):
+                ccl.send_to_worker(src, group * info.group_size)
+        elif info.worker_id % info.group_size == 0:
+            src = allocate(shape, dtype)
+            ccl.recv_from_worker0(src)
+    ccl.scatter_from_worker0(src, in_each_group, dst)
+    return dst
+
+
+@register_func(PREFIX + "_share")
+def _share(host: int, shape: Sequence[int], dtype: Any, offer: LoanOffer | None) -> Any:
+    """Return the node's one copy of an array of the controller."""
+    worker = current_worker()
+    assert worker is not None
+    memory, ccl, me = worker.memory, worker.ccl, worker.info.worker_id
+    if memory is None or not memory.available:
+        copy = np.empty(shape, dtype)
+        ccl.broadcast_from_worker0(host_arrays.get(host), False, copy)
+        copy.flags.writeable = False
+        return copy
+    if me == 0:
+        for leader in memory.leaders[1:]:
+            ccl.send_to_worker(host_arrays[host], leader)
+    lender = memory.node[0]
+    if len(memory.node) == 1:
+        copy = np.empty(shape, dtype)
+        if me == 0:
+            copy[...] = host_arrays[host]
+        else:
+            ccl.recv_from_worker0(copy)
+        copy.flags.writeable = False
+        return copy
+    if lender != 0 and me == lender:
+        lent, copy = memory.lend(shape, dtype)
+        ccl.recv_from_worker0(copy)
+        offer = lent.offer
+        for other in memory.node[1:]:
+            ccl.send_to_worker(np.array(offer), other)
+    elif lender != 0:
+        place = np.empty(3, np.int64)
+        ccl.recv_from_worker(place, lender)
+        offer = (int(place[0]), int(place[1]), int(place[2]))
+    assert offer is not None
+    return memory.borrow(offer, shape, dtype)
 
 
 @register_func(PREFIX + "_gather_all")

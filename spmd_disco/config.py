@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["flag", "seconds", "setting"]
+__all__ = ["byte_count", "flag", "seconds", "setting"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,14 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError("a finite number from 0 is allowed")
     return value
+
+
+def byte_count(text: str) -> int:
+    """Parse a number of bytes: ``0``, ``1048576``, ``512M``, ``1.5G``."""
+    match = re.fullmatch(r"(\d+|\d*\.\d+)\s*([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError("a number of bytes is allowed, with K, M, G or T behind it if wanted")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def flag(name: str, default: bool) -> bool:

@@ -74,6 +74,11 @@ class _PythonState:
         self._alive: dict[weakref.ref[DRef], int] = {}
         self._dead: deque[weakref.ref[DRef]] = deque()
         self._registers = itertools.count(1)
+        #: Failures that came with replies that nobody waited for any more.
+        self._unreported: list[Failure] = []
+        self._alone = False
+        #: How many commands had failed on the other workers when all were last asked.
+        self._failures_seen = 0
 
     def new_register(self) -> int:
         """Return the number of a register that nobody has used."""
@@ -96,6 +101,24 @@ class _PythonState:
 
     def _set_context(self, path: tuple[str, ...], level: int) -> None:
         pass
+
+    def _set_ring(self, ring: object, replies: object) -> None:
+        pass
+
+    def _all_left(self, number: int) -> bool:
+        """Whether all other workers have left a command."""
+        return True
+
+    def _failure_count(self) -> int:
+        """Return how many commands have failed on the other workers, where that is known."""
+        return 0
+
+    def _all_is_well(self) -> bool:
+        """Whether all workers are known to have left all commands, and nothing is to be reported.
+
+        It may wait for some microseconds. False says nothing.
+        """
+        return False
 
     def _set_known(
         self, known: Callable[[Any], bytes | None], codes: OrderedDict[bytes, bytes]
@@ -136,6 +159,7 @@ class Controller(_State):
         self.channel = channel
         self.worker = make_worker(self._take_reply_of_worker_0)
         self.num_workers = self.worker.info.num_workers
+        self._alone = self.num_workers == 1
         self.waiter = waiter
         self.watcher: Watcher | None = None
         self.interrupts = ControllerInterrupts(self._cancel_own_half)
@@ -151,8 +175,7 @@ class Controller(_State):
         self._replies: dict[tuple[int, int], Reply | memoryview] = {}
         #: Commands whose replies nobody waits for any more.
         self._given_up: set[int] = set()
-        #: Failures that came with replies that nobody waited for any more.
-        self._unreported: list[Failure] = []
+        self._unreported = []
         self._unreported_dropped = 0
         waiter.add_hook(self._pump)
         if native.core is not None:
@@ -166,6 +189,7 @@ class Controller(_State):
                 DRef,
                 registry.references,
             )
+            self._set_ring(channel.ring, channel.boxes)
 
     # Publishing -----------------------------------------------------------------------------------
 
@@ -383,10 +407,7 @@ class Controller(_State):
             return False
 
         def what() -> str:
-            ids = missing()
-            shown = ", ".join(f"worker {i}" for i in ids[:8])
-            more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
-            return f"{shown}{more} to reply to command {number}"
+            return f"{name_workers(missing())} to reply to command {number}"
 
         try:
             self.waiter.until(complete, what, timeout=timeout, idle=True)
@@ -404,6 +425,36 @@ class Controller(_State):
             reply = self._replies.pop((i, number))
             replies[i] = decode_reply(reply) if isinstance(reply, memoryview) else reply
         return replies
+
+    def sync(self, timeout: float | None) -> None:
+        """Wait until all workers have left all commands; see `ask`."""
+        check_timeout(timeout)
+        if self._all_is_well():
+            return
+        start = time.monotonic()
+        if self.channel.ring is not None:
+            # Nobody needs to be asked for what stands in the status lines.
+            self.check()
+            self._wait_for_all(timeout)
+            if self._all_is_well():
+                return
+        self.ask(
+            DiscoAction.SYNC_WORKER,
+            timeout=timeout and max(0.0, timeout - (time.monotonic() - start)),
+        )
+
+    def _wait_for_all(self, timeout: float | None) -> None:
+        number = self.channel.published
+
+        def what() -> str:
+            late = (i for i, left in enumerate(self.channel.executed(), 1) if left < number)
+            return f"{name_workers(late)} to leave command {number}"
+
+        try:
+            self.waiter.until(lambda: self._all_left(number), what, timeout=timeout, idle=True)
+        except KeyboardInterrupt:
+            self._interrupt_workers()
+            raise
 
     def ask(
         self,
@@ -429,9 +480,12 @@ class Controller(_State):
         """
         check_timeout(timeout)
         start = time.monotonic()
+        seen = self._failure_count()
         number = self.submit(action, target=target, register=register)
         workers = range(self.num_workers) if target == ALL else (target,)
         replies = self.wait(number, workers, timeout)
+        if target == ALL:
+            self._failures_seen = seen
         self._raise_failures(replies, timeout and timeout - (time.monotonic() - start))
         return {i: self._value(i, reply) for i, reply in replies.items()}
 
@@ -446,6 +500,12 @@ class Controller(_State):
                 f"the value that worker {worker} sent cannot be unpickled here: "
                 f"{type(e).__name__}: {e}"
             ) from e
+
+    def _finish_get(self, number: int, worker: int) -> Any:
+        """Wait for a worker's answer to what the native module has asked; see `ask`."""
+        replies = self.wait(number, (worker,), None)
+        self._raise_failures(replies, None)
+        return self._value(worker, replies[worker])
 
     # Failures -------------------------------------------------------------------------------------
 
@@ -489,6 +549,13 @@ class Controller(_State):
         """Keep the failures of replies for the next sync point."""
         for reply in replies:
             self._keep_failures(reply)
+
+
+def name_workers(ids: Iterable[int]) -> str:
+    """Name some workers, not too many."""
+    ids = list(ids)
+    shown = ", ".join(f"worker {i}" for i in ids[:8])
+    return shown + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
 
 def check_timeout(timeout: Any) -> None:

@@ -154,6 +154,11 @@ class DRef(_Handle):
         return self
 
 
+if native.core is not None:
+    # The native module fetches small values itself, and leaves all others to this method.
+    DRef.get = native.core.FastCall(DRef.get, True)  # type: ignore[method-assign]
+
+
 class _Shared(DRef):
     """A second handle to the register of another, which it keeps alive."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ __all__ = [
     "InheritedFailure",
     "PeerError",
     "SessionClosedError",
+    "WorkerDied",
     "WorkerError",
 ]
 
@@ -27,6 +29,58 @@ class DiscoError(RuntimeError):
 
 class SessionClosedError(DiscoError):
     """The session has been shut down."""
+
+
+class WorkerDied(DiscoError):
+    """A worker's process has ended, and with it the session; a new one can be opened.
+
+    Parameters
+    ----------
+    worker_id : int
+        The worker.
+    pid : int
+        The number of its process.
+    status : int
+        The exit status of the process, or the negative number of the signal that killed it.
+    function : str
+        What it was running; empty if that was nothing.
+    command : int
+        The number of the command in the session's stream; 0 if there was none.
+
+    Attributes
+    ----------
+    worker_id, pid : int
+    function : str
+    command : int
+    signal : int or None
+        The signal that killed it.
+    exit_status : int or None
+        The status that it ended with by itself.
+    """
+
+    def __init__(
+        self, worker_id: int, pid: int, status: int, function: str = "", command: int = 0
+    ) -> None:
+        self.worker_id = worker_id
+        self.pid = pid
+        self.function = function
+        self.command = command
+        self.signal = -status if status < 0 else None
+        self.exit_status = None if status < 0 else status
+        self._status = status
+        if self.signal is None:
+            how = f"ended with exit status {status}"
+        else:
+            known = self.signal in signals.valid_signals()
+            name = signals.Signals(self.signal).name if known else f"signal {self.signal}"
+            how = f"was killed by {name}"
+        where = f" in {function}, command {command}" if command else " while it waited for commands"
+        super().__init__(
+            f"worker {worker_id} (pid {pid}) {how}{where}: the session is over, open a new one"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.worker_id, self.pid, self._status, self.function, self.command)
 
 
 class DiscoTimeout(DiscoError, TimeoutError):

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from . import native
 from ._version import __version__
 from .config import PREFIX
 from .crowding import BLAS_THREADS
+from .errors import DiscoError
 from .ranks import launcher
 from .singleton import trap
 
@@ -93,6 +95,34 @@ def _cuda_awareness(world: MPI.Intracomm) -> str:
     return f"{'yes' if 'cuda' in kinds else 'no'} (memory kinds: {kinds})"
 
 
+def _channel(world: MPI.Intracomm) -> str:
+    """Tell what carries the commands of a session over all ranks. Collective."""
+    from .transport.node import open_node
+
+    if world.size == 1:
+        return "nothing (there is one rank)"
+    try:
+        node, why_not = open_node(world)
+    except (DiscoError, ValueError) as e:
+        return f"none: {e}"
+    return f"mpi ({why_not})" if node is None else "ring in shared memory"
+
+
+def _peer_memory(world: MPI.Intracomm) -> str:
+    """Tell how much peer memory this rank has in a session over all ranks. Collective."""
+    from .transport.peer_memory import PeerMemory
+
+    try:
+        memory = PeerMemory(world.allgather, world.rank)
+    except ValueError as e:
+        return f"none: {e}"
+    if not memory.available:
+        return f"none ({memory.why_not})"
+    size = "none, alone on its node" if memory.pool is None else f"{memory.pool.cap >> 20} MiB"
+    memory.close()
+    return size
+
+
 def _ranges(numbers: Iterable[int]) -> str:
     """Write sorted numbers the short way: ``0-3, 6``."""
     parts: list[list[int]] = []
@@ -134,8 +164,11 @@ def collect(world: MPI.Intracomm) -> str | None:
         "host": socket.gethostname(),
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "native": "loaded" if native.available() else native.why_not,
         "cores": f"{_cores()}; BLAS threads: {_blas_threads()}",
         "gpus": _gpus(),
+        "channel": _channel(world),
+        "memory": _peer_memory(world),
         "settings": ", ".join(
             f"{name}={value}"
             for name, value in sorted(os.environ.items())
@@ -159,6 +192,7 @@ def collect(world: MPI.Intracomm) -> str | None:
 
     add("Python", common("python"))
     add("packages", common("packages"))
+    add("native module", common("native"))
     add("platform", [platform.platform()])
     library = MPI.Get_library_version().rstrip("\0").strip().splitlines()[0]
     version = ".".join(map(str, MPI.Get_version()))
@@ -179,8 +213,9 @@ def collect(world: MPI.Intracomm) -> str | None:
         add("", [f"attention: {why}"])
     add("hosts", [f"{host}: {len(on)} (ranks {_ranges(on)})" for host, on in hosts.items()])
     add("cores per rank", common("cores"))
-    add("control", ["mpi"])
+    add("control", common("channel"))
     add("data (CCL)", ["mpi"])
+    add("peer memory", common("memory"))
     add("GPUs", common("gpus"))
     add("settings", [text or "none" for text in common("settings")])
     width = max(len(label) for label, _ in lines)

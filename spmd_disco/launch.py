@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from . import lobby as lobbies
 from ._version import __version__
-from .config import flag, seconds, setting
-from .errors import DiscoError, DiscoTimeout, WorkerError
+from .config import byte_count, flag, seconds, setting
+from .errors import DiscoError, DiscoTimeout, WorkerDied, WorkerError
 from .interrupt import ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
@@ -101,6 +101,7 @@ def _check_settings() -> None:
     flag("ALLOW_SINGLETON", False)
     setting("GRACE", 5.0, seconds)
     setting("TIMEOUT", None, seconds)
+    setting("PEER_POOL", None, byte_count)
     if setting("NUM_GROUPS", 1, int) < 1:
         raise UsageError("SPMD_DISCO_NUM_GROUPS: a whole number from 1 is allowed")
     Waiter()
@@ -297,12 +298,12 @@ class _Ending:
             traceback.print_exc()
             _abort(self.status)
 
-    def _close_session(self) -> WorkerError | None:
-        from .mpi_session import close_open_session
+    def _close_session(self) -> WorkerError | WorkerDied | None:
+        from .open_session import close_open_session
 
         return close_open_session(interrupt=self._interrupt, patience=self._patience)
 
-    def _report(self, unobserved: WorkerError) -> None:
+    def _report(self, unobserved: WorkerError | WorkerDied) -> None:
         """Print failures that the program has never asked about: they must not pass for success."""
         print(f"spmd_disco: failed on the workers:\n{unobserved}", file=sys.stderr, flush=True)
         if self.status & 0xFF == 0:

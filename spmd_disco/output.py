@@ -11,23 +11,17 @@ import codecs
 import io
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterator
 from threading import RLock, get_ident
 from typing import Any, TextIO
 
 from .config import flag
+from .lines import LabelledLines, write_lines
 
 __all__ = ["WorkerOutput"]
 
 logger = logging.getLogger("spmd_disco")
 
-#: A write of at most so many bytes to a pipe is atomic (POSIX's PIPE_BUF on Linux), and both MPI
-#: launchers pass it on in one piece.
-LARGEST_WRITE = 4096
-
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)")
 _lock = RLock()
 
 
@@ -39,26 +33,6 @@ def _renew_lock() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut `text`, which ends with a line end, into pieces that one write passes on whole.
-
-    A single line that is longer than that stays in one piece: it cannot be kept whole anyway.
-    """
-    if len(text) <= LARGEST_WRITE // 4 or (text.isascii() and len(text) <= LARGEST_WRITE):
-        yield text
-        return
-    piece: list[str] = []
-    size = 0
-    for line in _LINE.findall(text):
-        length = len(line) if line.isascii() else len(line.encode("utf-8", "surrogatepass"))
-        if piece and size + length > LARGEST_WRITE:
-            yield "".join(piece)
-            piece, size = [], 0
-        piece.append(line)
-        size += length
-    yield "".join(piece)
 
 
 class _Bytes(io.BufferedIOBase):
@@ -101,9 +75,7 @@ class _Stream(io.TextIOBase):
 
     def __init__(self, owner: WorkerOutput, prefix: str) -> None:
         self._owner = owner
-        self._prefix = prefix
-        self._held: list[str] = []
-        self._after_return = False
+        self._lines = LabelledLines(prefix)
         self._bytes = _Bytes(self)
         self.target: TextIO | None = None
 
@@ -113,10 +85,10 @@ class _Stream(io.TextIOBase):
         if not self._owner._mine():
             return 0 if self.target is None else self.target.write(text)
         with _lock:
-            if "\n" in text or "\r" in text:
-                self._lines(text)
-            elif text:
-                self._hold(text)
+            whole = self._lines.add(text)
+            self._owner._pending |= self._lines.held
+            if whole and self.target is not None:
+                write_lines(self.target, whole)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,56 +98,12 @@ class _Stream(io.TextIOBase):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.target, name)
 
-    def _hold(self, text: str) -> None:
-        self._held.append(text)
-        self._owner._pending = True
-
-    def _lines(self, text: str) -> None:
-        text = "".join(self._held) + text
-        self._held.clear()
-        if "\r" not in text:
-            whole, end, rest = text.rpartition("\n")
-            if self._after_return and text[0] == "\n":
-                # The second half of a "\r\n" that came in two writes: the line is out already.
-                whole, end = (whole[1:], end) if whole else ("", "")
-                self._pass_on("\n")
-            if end:
-                self._pass_on(self._prefix + whole.replace("\n", "\n" + self._prefix) + end)
-            self._after_return = False
-        else:
-            out: list[str] = []
-            done = 0
-            for match in _LINE.finditer(text):
-                line = match.group()
-                done = match.end()
-                # A bare "\r" moves the cursor and is no line; so is the rest of a split "\r\n".
-                bare = line == "\r" or (line == "\n" and self._after_return)
-                out.append(line if bare else self._prefix + line)
-                self._after_return = line[-1] == "\r"
-            self._pass_on("".join(out))
-            rest = text[done:]
-        if rest:
-            self._after_return = False
-            self._hold(rest)
-
-    def _pass_on(self, text: str) -> None:
-        target = self.target
-        if target is None:
-            return
-        # What the controller has written itself must not push a piece over the buffer's end.
-        target.flush()
-        for piece in _pieces(text):
-            target.write(piece)
-            target.flush()
-
     def end(self) -> None:
         """Pass on a held partial line, with a line end added."""
         with _lock:
-            if self._held:
-                text = "".join(self._held)
-                self._held.clear()
-                self._after_return = False
-                self._pass_on(self._prefix + text + "\n")
+            rest = self._lines.end()
+            if rest and self.target is not None:
+                write_lines(self.target, rest)
 
     def flush(self) -> None:
         # A partial line stays held: another worker might go on in the middle of it.

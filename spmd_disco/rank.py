@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .config import flag
-from .controller import Controller, check_timeout
-from .crowding import crowding, here
+from .crowding import here
 from .device import cpu
-from .errors import DiscoError, SessionClosedError
-from .interrupt import WorkerInterrupts, uninterrupted
+from .interrupt import uninterrupted
+from .member import Member
 from .output import WorkerOutput
-from .protocol import DiscoAction, Reply, decode_command, encode_reply
-from .transport.wait import Waiter
-from .worker import Worker, WorkerInfo
+from .transport.peer_memory import PeerMemory
+from .worker import WorkerInfo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Rank"]
 
 
-class Rank:
-    """What a session has on one rank; it outlives the handle, which a program may just drop.
+class Rank(Member):
+    """What a session has on one rank.
 
     Parameters
     ----------
@@ -36,17 +33,15 @@ class Rank:
     timeout : float or None
     """
 
-    #: What was opened last in this process; no more than one is open at a time. It is set as soon
-    #: as all ranks have opened, so that one whose opening was interrupted then can be closed.
-    latest: ClassVar[Rank | None] = None
-    #: Whether this process has said that there are more threads than cores.
-    warned: ClassVar[bool] = False
+    kind = "MPISession"
 
     def __init__(self, comm: MPI.Intracomm, num_groups: int, timeout: float | None) -> None:
-        self._waiter = Waiter(timeout)
+        super().__init__(timeout)
         self._comms: list[MPI.Intracomm] = []
         self._control = self._duplicate(comm)
         self._agree(num_groups, timeout)
+        self._open_node()
+        self.memory = self._open_memory()
         data, user = self._duplicate(comm), self._duplicate(comm)
         group, user_group = data, user
         if num_groups > 1:
@@ -55,7 +50,7 @@ class Rank:
         from .transport.mpi_ccl import MPICCL
 
         self._ccl = MPICCL(data, group, self._waiter, num_groups=num_groups)
-        self._info = WorkerInfo(
+        self.info = WorkerInfo(
             worker_id=comm.rank,
             num_workers=comm.size,
             num_groups=num_groups,
@@ -64,15 +59,13 @@ class Rank:
             group_comm=user_group,
         )
         self._output = WorkerOutput(comm.rank)
-        self.controller: Controller | None = None
-        self.served = False
-        #: Whether the session is over on this rank.
-        self.ended = False
+        #: Whether MPI still works on messages of the control plane.
+        self._busy: Callable[[], bool] = lambda: False
         if comm.rank == 0:
-            self._be_controller()
+            self._open_controller()
         else:
-            self._be_worker()
-        self._watch()
+            self._open_worker()
+        self._open_watcher()
 
     @classmethod
     def open(
@@ -83,19 +76,22 @@ class Rank:
         They come at once then, and would be left alone by an interrupt in the middle. Elsewhere
         they may never come, and the wait for them must end at an interrupt.
         """
-        if place is None or not place.is_controller or comm.size == 1:
-            cls.latest = cls(comm, num_groups, timeout)
-        else:
+        opened: list[Rank] = []
 
-            def call_in_and_open() -> None:
+        def open_here() -> None:
+            if place is not None and place.is_controller and comm.size > 1:
                 place.open(num_groups=num_groups, timeout=timeout)
-                cls.latest = cls(comm, num_groups, timeout)
+            opened.append(cls(comm, num_groups, timeout))
+            Member.latest = opened[0]
 
-            cls._uninterrupted(call_in_and_open)
-        assert cls.latest is not None
-        if cls.latest.controller is not None:
-            cls.latest.controller.interrupts.install()
-        return cls.latest
+        if place is None or not place.is_controller or comm.size == 1:
+            open_here()
+        else:
+            cls._uninterrupted(open_here)
+        rank = opened[0]
+        if rank.controller is not None:
+            rank.controller.interrupts.install()
+        return rank
 
     # Opening --------------------------------------------------------------------------------------
 
@@ -120,12 +116,8 @@ class Rank:
     def _agree(self, num_groups: int, timeout: float | None) -> None:
         mine = (num_groups, timeout, __version__)
         given, places = zip(*self._control.allgather((mine, here())), strict=True)
-        warning = crowding(places) if self._control.rank == 0 else None
-        if warning is not None and not Rank.warned and flag("CROWDING_WARNING", True):
-            Rank.warned = True
-            # By way of the log, and not as a Python warning: where those are errors, it would be
-            # one on this rank alone.
-            logging.getLogger("spmd_disco").warning("%s", warning)
+        if self._control.rank == 0:
+            self.warn_of_crowding(places)
         if any(other != given[0] for other in given):
             self._free()
             ranks = ", ".join(f"rank {i}: {value}" for i, value in enumerate(given[:8]))
@@ -133,137 +125,59 @@ class Rank:
                 f"all ranks must open a session alike; num_groups, timeout and version are: {ranks}"
             )
 
-    def _be_controller(self) -> None:
-        from .transport.mpi_channel import MPIControllerChannel
-
-        # The controller pumps the data plane under its lock.
-        self._waiter.remove_hook(self._ccl.pump)
-        channel = MPIControllerChannel(self._control, self._waiter)
-        self.controller = Controller(
-            channel, self._make_worker, self._waiter, self._output, self.describe
-        )
-        self.worker = self.controller.worker
-        self._busy: Callable[[], bool] = channel.busy
-
-    def _be_worker(self) -> None:
-        from .transport.mpi_channel import MPIWorkerChannel
-
-        self._channel = MPIWorkerChannel(self._control, self._waiter)
-        self._waiter.add_hook(self._ccl.pump)
-        self.worker = self._make_worker(lambda reply: self._channel.reply(encode_reply(reply)))
-        self._busy = lambda: False
-
-    def _make_worker(self, reply: Callable[[Reply], None]) -> Worker:
-        # On worker 0 the output's own leave() ends a command.
-        after = self._output.end_command if self._info.worker_id else None
-        return Worker(self._info, self._ccl, reply, after)
-
-    def _watch(self) -> None:
-        from .transport.watch import Watcher
-
-        self._watcher = None
-        if self._info.num_workers > 1 and Watcher.available():
-            self._watcher = Watcher(self._control, self.worker, self._busy)
-            self._watcher.start()
-        if self.controller is not None:
-            self.controller.watcher = self._watcher
-
-    def describe(self) -> str:
-        """Return how texts call the session."""
-        info = self._info
-        groups = f" in {info.num_groups} groups" if info.num_groups > 1 else ""
-        closed = " (shut down)" if self.controller is not None and self.controller.closed else ""
-        workers = f"{info.num_workers} worker{'s' if info.num_workers > 1 else ''}"
-        return f"MPISession: {workers}{groups}{closed}"
-
-    # Serving --------------------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """Work off commands until the one that shuts down."""
-        if self.served:
-            return
-        self.served = True
-        worker, channel, ccl = self.worker, self._channel, self._ccl
-        interrupts = WorkerInterrupts(
-            lambda: worker.running and worker.number <= worker.interrupted_through
-        )
-        level = logging.getLogger().level
-        interrupts.install()
-        self._output.enter()
+    def _open_memory(self) -> PeerMemory:
         try:
-            while not worker.closed:
-                message = channel.receive()
-                if worker.step(message):
-                    channel.done(worker.number, len(message))
-                    if ccl.outstanding:
-                        ccl.pump(False)
-                    continue
-                command = decode_command(message)
-                if command.action is DiscoAction.SHUT_DOWN:
-                    # Whoever has come so far waits for the others as long as it takes.
-                    self._waiter.timeout = None
-                worker.execute(command)
-                channel.done(command.number, len(message))
-                if ccl.outstanding:
-                    ccl.pump(False)
-        finally:
-            self._output.leave()
-            interrupts.remove()
-            logging.getLogger().setLevel(level)
-        channel.close()
-        self._end()
+            return PeerMemory(self._control.allgather, self._control.rank)
+        except ValueError:
+            self._free()
+            raise
+
+    def _open_node(self) -> None:
+        """Share memory with the other ranks for the control plane, if they are all on one node."""
+        from .transport.node import open_node
+
+        try:
+            node, why = open_node(self._control)
+        except BaseException:
+            self._free()
+            raise
+        if node is None:
+            logging.getLogger("spmd_disco").debug("MPI carries the commands: %s", why)
+        else:
+            self.use_node(node)
+
+    def _open_controller(self) -> None:
+        if self._node is not None:
+            from .transport.ring_channel import RingControllerChannel
+
+            self.be_controller(RingControllerChannel(self._node, self._waiter))
+        else:
+            from .transport.mpi_channel import MPIControllerChannel
+
+            channel = MPIControllerChannel(self._control, self._waiter)
+            self.be_controller(channel)
+            self._busy = channel.busy
+
+    def _open_worker(self) -> None:
+        if self._node is not None:
+            from .transport.ring_channel import RingWorkerChannel
+
+            self.be_worker(RingWorkerChannel(self._node, self._waiter))
+        else:
+            from .transport.mpi_channel import MPIWorkerChannel
+
+            self.be_worker(MPIWorkerChannel(self._control, self._waiter))
+
+    def _open_watcher(self) -> None:
+        from .transport.mpi_watch import MPIWatcher
+        from .transport.watch import NodeWatcher
+
+        if self.info.num_workers > 1 and MPIWatcher.available():
+            self.watch(MPIWatcher(self._control, self.worker, self._busy, self._node))
+        elif self._node is not None:
+            self.watch(NodeWatcher(self.worker, self._node))
 
     # Closing --------------------------------------------------------------------------------------
-
-    def interrupt(self) -> None:
-        """Cancel what the other workers have been told to do so far."""
-        if self._watcher is not None:
-            self._watcher.interrupt()
-
-    def shutdown(self, timeout: float | None) -> None:
-        """On the controller: work everything off, then close on all ranks."""
-        controller = self.controller
-        if controller is None:
-            raise DiscoError("the controller, on rank 0, shuts a session down")
-        if controller.closed:
-            return
-        check_timeout(timeout)
-        everyone = range(self._info.num_workers)
-        # A time-out or an interrupt strikes in here, while the session is whole.
-        try:
-            number = controller.submit(DiscoAction.SYNC_WORKER)
-            replies = controller.wait(number, everyone, timeout).values()
-        except SessionClosedError:
-            return  # by another thread
-        controller.add_failures(replies)
-        try:
-            self._uninterrupted(self._close_all)
-        finally:
-            if self.ended:
-                controller.interrupts.remove()
-        error = controller.take_failures(())
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # no cycle with this frame
-
-    def _close_all(self) -> None:
-        """Close on all ranks. All workers have nothing else to do, so it is a matter of moments."""
-        controller = self.controller
-        assert controller is not None
-        self._waiter.timeout = None
-        with controller.lock:
-            if controller.closed:
-                return
-            number = controller.submit(DiscoAction.SHUT_DOWN)
-            replies = controller.wait(number, range(self._info.num_workers), None).values()
-            controller.add_failures(replies)
-            # Threads that wait for something poll under this lock, and see that it is over.
-            with controller.polling:
-                controller.closed = True
-                controller.channel.close()
-                self._end()
 
     @staticmethod
     def _uninterrupted(function: Callable[[], None]) -> None:
@@ -274,12 +188,6 @@ class Rank:
             uninterrupted(function)
         else:
             function()
-
-    def _end(self) -> None:
-        self.ended = True
-        if self._watcher is not None:
-            self._watcher.stop(self._waiter)
-        self._free()
 
     def _free(self) -> None:
         for comm in reversed(self._comms):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["job_size", "launcher", "rank"]
+__all__ = ["job_size", "launcher", "rank", "without_rank"]
 
 #: Set for each rank by the process manager of the job. Slurm's come last: under mpirun they belong
 #: to the batch shell, and every rank finds the same ones.
@@ -38,6 +38,11 @@ def rank(environ: Mapping[str, str]) -> int | None:
 def job_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the process manager has started, or None if it says none."""
     return _number(environ, _SIZE)
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that is no rank of the job."""
+    return {name: text for name, text in environ.items() if name not in (*_RANK, *_SIZE)}
 
 
 def launcher(environ: Mapping[str, str]) -> str:

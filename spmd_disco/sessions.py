@@ -198,7 +198,7 @@ class Session(ArrayMethods):
         DiscoTimeout
             Not all workers came in time; the session goes on.
         """
-        self._controller.ask(DiscoAction.SYNC_WORKER, timeout=timeout)
+        self._controller.sync(timeout)
 
     def _sync_all(self) -> None:
         """Wait for all workers, as TVM's method does."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .transport.ccl import CCL
+    from .transport.peer_memory import PeerMemory
 
 __all__ = [
     "CODE_CACHE",
@@ -153,6 +154,26 @@ class _PythonState:
         """
         return False
 
+    def drain(self, ring: object, replies: object, once: bool) -> bool | None:
+        """Run the plain calls that come through a ring.
+
+        Returns
+        -------
+        bool or None
+            None when no more comes for a while, False when the next message is not a plain call,
+            and, if asked to stop after each, True after one.
+        """
+        return None
+
+    def set_node(self, node: object) -> None:
+        """Keep the status line in this memory up to date."""
+
+    def _tell_begin(self, number: int) -> None:
+        """Say in the status line that a function is called."""
+
+    def _tell_left(self, number: int, failed: bool) -> None:
+        """Say in the status line that a command is over."""
+
 
 if not TYPE_CHECKING and native.core is not None:
     current_worker = native.core.current_worker
@@ -194,6 +215,9 @@ class Worker(_State):
         Called after each command that ran a function.
     """
 
+    #: Where its arrays go, if not into ordinary memory; set by whoever opens the session.
+    memory: PeerMemory | None = None
+
     def __init__(
         self,
         info: WorkerInfo,
@@ -205,7 +229,9 @@ class Worker(_State):
         self.ccl = ccl
         self.registers: dict[int, Any] = {}
         self.functions = registry.functions
+        self._worker_id = info.worker_id
         self._begin = ccl.begin
+        self._leave = ccl.leave
         #: The command that runs or ran last, and the last that has been left.
         self.number = 0
         self.finished = 0
@@ -258,12 +284,14 @@ class Worker(_State):
             self._fail(command, e)
             # Not in the `finally`: an interrupt in _fail must not pass for the end of the command.
             self.finished = command.number
+            self._is_over(command.number, True)
             return e
         finally:
             self.running = False
             self.function = None
             _set_current(previous)
         self.finished = command.number
+        self._is_over(command.number, False)
         return None
 
     def abandon(self, command: Command, error: BaseException) -> None:
@@ -277,6 +305,12 @@ class Worker(_State):
         self.ccl.begin(command.number)
         self._fail(command, error)
         self.finished = command.number
+        self._is_over(command.number, True)
+
+    def _is_over(self, command: int, failed: bool) -> None:
+        self._tell_left(command, failed)
+        if self._leave is not None:
+            self._leave(command)
 
     def lookup(self, register: int) -> Any:
         """Return the value of a register.
@@ -321,6 +355,7 @@ class Worker(_State):
             )
         if not callable(function):
             raise TypeError(f"{function!r} is not callable")
+        self._tell_begin(command.number)
         self.thread = threading.get_ident()
         self.running = True
         try:

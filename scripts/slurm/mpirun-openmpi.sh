@@ -32,28 +32,16 @@ fail() {
 
 [ -n "${SLURM_NTASKS-}" ] ||
     fail "this is a job script, and there is no job: start it by sbatch (its first lines say more)."
-venv=${VENV:-$SLURM_SUBMIT_DIR/.venv-openmpi}
-[ -x "$venv/bin/python" ] ||
-    fail "there is no $venv: run SPMD_DISCO_MPI=openmpi scripts/demo in the clone, which makes it, and submit from there, or name one by VENV=/path/to/venv."
-[ $# -gt 0 ] || set -- "$SLURM_SUBMIT_DIR/docs/examples/minilm.py"
+rest=$SLURM_SUBMIT_DIR/scripts/slurm/run.sh
+[ -r "$rest" ] || fail "there is no $rest: submit this script in the clone."
 
-export PATH="$venv/bin:$PATH"
-# NumPy's BLAS would start a thread for every core in every worker.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+venv=${VENV:-$SLURM_SUBMIT_DIR/.venv-openmpi}
+make_venv="SPMD_DISCO_MPI=openmpi scripts/demo"
 # On a single machine one may want more ranks than cores; here it would put all on the first node.
 unset PRTE_MCA_rmaps_default_mapping_policy
-
-# What mpirun starts for each rank: the program, without USR1 for the workers, whom it would end.
-# shellcheck disable=SC2016
-rank='[ "$OMPI_COMM_WORLD_RANK" = 0 ] || trap "" USR1; exec python -m spmd_disco "$@"'
 # Slurm itself binds the job to its cores, and a worker's threads may need more than one of them.
 launcher=(mpirun -n "$SLURM_NTASKS" --bind-to none)
+rank_variable=OMPI_COMM_WORLD_RANK
 
-"${launcher[@]}" bash -c "$rank" rank "$@" &
-launcher_pid=$!
-trap 'again=yes; kill -s USR1 "$launcher_pid" 2>/dev/null' USR1
-trap 'again=yes; kill -s TERM "$launcher_pid" 2>/dev/null' TERM
-while again=; wait "$launcher_pid"; status=$?; [ -n "$again" ]; do
-    : # a signal has only interrupted the wait
-done
-exit "$status"
+# shellcheck source=scripts/slurm/run.sh
+. "$rest"

@@ -31,28 +31,16 @@ fail() {
 
 [ -n "${SLURM_NTASKS-}" ] ||
     fail "this is a job script, and there is no job: start it by sbatch (its first lines say more)."
-venv=${VENV:-$SLURM_SUBMIT_DIR/.venv}
-[ -x "$venv/bin/python" ] ||
-    fail "there is no $venv: run scripts/demo in the clone, which makes it, and submit from there, or name one by VENV=/path/to/venv."
-[ $# -gt 0 ] || set -- "$SLURM_SUBMIT_DIR/docs/examples/minilm.py"
+rest=$SLURM_SUBMIT_DIR/scripts/slurm/run.sh
+[ -r "$rest" ] || fail "there is no $rest: submit this script in the clone."
 
-export PATH="$venv/bin:$PATH"
-# NumPy's BLAS would start a thread for every core in every worker.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+venv=${VENV:-$SLURM_SUBMIT_DIR/.venv}
+make_venv=scripts/demo
 # srun does not take this over from the job by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
-
-# What srun starts for each rank: the program, without USR1 for the workers, whom it would end.
-# shellcheck disable=SC2016
-rank='[ "$PMI_RANK" = 0 ] || trap "" USR1; exec python -m spmd_disco "$@"'
 # A rank that dies takes the others with it, but not so soon that their status hides the program's.
 launcher=(srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=5)
+rank_variable=PMI_RANK
 
-"${launcher[@]}" bash -c "$rank" rank "$@" &
-launcher_pid=$!
-trap 'again=yes; kill -s USR1 "$launcher_pid" 2>/dev/null' USR1
-trap 'again=yes; kill -s TERM "$launcher_pid" 2>/dev/null' TERM
-while again=; wait "$launcher_pid"; status=$?; [ -n "$again" ]; do
-    : # a signal has only interrupted the wait
-done
-exit "$status"
+# shellcheck source=scripts/slurm/run.sh
+. "$rest"

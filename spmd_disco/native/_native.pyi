@@ -479,6 +479,9 @@ class Ring:
             There is no memory for the copy. The message is still there.
         """
 
+    def spin(self) -> memoryview | None:
+        """Do as `pop`, after polling for a message for the node's `spin` seconds."""
+
     def collect(self) -> None:
         """Free the memory of large messages that all workers have read."""
 
@@ -548,10 +551,13 @@ class WorkerState:
     finished: int
     interrupted_through: int
     thread: int
+    _worker_id: int
     running: bool
     closed: bool
     _codes: dict[bytes, list[Any]]
+    _failures: list[Any]
     _begin: Callable[[int], object] | None
+    _leave: Callable[[int], object] | None
     _on_command: Callable[[], object] | None
 
     def step(self, message: bytes | memoryview, /) -> bool:
@@ -562,6 +568,30 @@ class WorkerState:
         bool
             Whether it has been run; else `Worker.execute` is to do it.
         """
+
+    def drain(self, ring: Ring, replies: Replies, once: bool, /) -> bool | None:
+        """Run the plain calls that come through a ring.
+
+        Returns
+        -------
+        bool or None
+            None when no more comes for a while, False when the next message is not a plain call,
+            and, if asked to stop after each, True after one.
+
+        Raises
+        ------
+        OSError
+            The ring is damaged.
+        """
+
+    def set_node(self, node: Node | None, /) -> None:
+        """Keep the status line in this memory up to date."""
+
+    def _tell_begin(self, number: int, /) -> None:
+        """Say in the status line that a function is called."""
+
+    def _tell_left(self, number: int, failed: bool, /) -> None:
+        """Say in the status line that a command is over."""
 
 class ControllerState:
     """The native part of a controller: dead handles, and what `FastCall` needs."""
@@ -582,6 +612,28 @@ class ControllerState:
     ) -> None:
         """Give it all that its calls need."""
 
+    _unreported: list[Any]
+    _failures_seen: int
+
+    _replies: dict[tuple[int, int], Any]
+
+    def _set_ring(self, ring: Ring | None, boxes: Replies | None, /) -> None:
+        """Say which ring the channel goes by, and which boxes its replies."""
+
+    _alone: bool
+
+    def _all_left(self, number: int, /) -> bool:
+        """Whether all other workers have left a command; who does so later rings the bell."""
+
+    def _failure_count(self) -> int:
+        """Return how many commands have failed on the other workers, where that is known."""
+
+    def _all_is_well(self) -> bool:
+        """Whether all workers are known to have left all commands, and nothing is to be reported.
+
+        It may wait for some microseconds. False says nothing.
+        """
+
     def _set_known(
         self, known: Callable[[Any], bytes | None], codes: dict[bytes, bytes], /
     ) -> None:
@@ -601,5 +653,5 @@ class ControllerState:
 class FastCall:
     """A method of a session that takes the short way where it can, and else is what it wraps."""
 
-    def __init__(self, wrapped: Callable[..., Any], /) -> None: ...
+    def __init__(self, wrapped: Callable[..., Any], gets: bool = ..., /) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

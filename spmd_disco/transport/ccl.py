@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -187,6 +188,12 @@ class CCL(ABC):
     @abstractmethod
     def sync_worker(self) -> None:
         """Wait until what this worker has queued on its device is done."""
+
+    #: Whether it makes progress only when `pump` is called: between commands, too.
+    polled = True
+
+    #: Called with the number of each command that is over, where that tells the peers something.
+    leave: Callable[[int], object] | None = None
 
     @abstractmethod
     def begin(self, command: int) -> None:

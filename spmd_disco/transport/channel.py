@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from ..codec import Part
 
@@ -22,6 +23,11 @@ class ControllerChannel(ABC):
     published : int
         The number of the last command that has been published.
     """
+
+    #: The ring of commands that the native module may publish to by itself, if there is one, and
+    #: the boxes of the replies to it.
+    ring: Any = None
+    boxes: Any = None
 
     @property
     @abstractmethod
@@ -66,6 +72,22 @@ class ControllerChannel(ABC):
 
 class WorkerChannel(ABC):
     """A worker's end of a channel."""
+
+    def drain(self, worker: Any, *, once: bool) -> bool:
+        """Let the native module work off the plain calls that are here.
+
+        Parameters
+        ----------
+        worker : Worker
+        once : bool
+            Whether to stop after each of them.
+
+        Returns
+        -------
+        bool
+            Whether it has stopped after one; else the next message is for `receive`.
+        """
+        return False
 
     @abstractmethod
     def receive(self) -> memoryview:

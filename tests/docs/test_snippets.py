@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from mpi_environment import OPEN_MPI
 
 REPO = pathlib.Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
@@ -50,15 +51,6 @@ README_INDENTED = {
     "pip install -e .": "installs packages",
 }
 
-#: What Open MPI needs for more ranks than cores, as root, without a fabric.
-OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_osc": "^ucx",
-}
 #: What the launchers print themselves when a job ends with another status than 0.
 BANNER = re.compile(
     r"-{60,}\n(?:.*\n)*?-{60,}\n|={60,}\n(?:.*\n)*?={60,}\n(?:YOUR APPLICATION.*\n(?:.*\n)*)?"

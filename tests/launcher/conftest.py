@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from mpi_environment import OPEN_MPI
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
-#: What Open MPI needs where the tests run: as root, with more ranks than cores, without UCX.
-OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_osc": "^ucx",
-}
 #: What Open MPI prints itself when a rank ends with another status than 0, and on its own races.
 BANNER = re.compile(
     r"-{60,}\n(?:.*\n)*?-{60,}\n|^\[[^]\n]*\] (?:PMIX|PRTE) ERROR.*\n|^\[warn\] Epoll .*\n",
@@ -49,6 +41,12 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     theirs = re.compile(r"PMI_|PMIX_|PRTE_|OMPI_|HYD|MPI_LOCAL|SLURM_|SPMD_DISCO_(?!TEST_RUN)")
     env = {name: value for name, value in os.environ.items() if not theirs.match(name)}
     return {**env, **OPEN_MPI, **extra}
+
+
+@pytest.fixture(name="environment")
+def environment_fixture() -> Callable[[Mapping[str, str]], dict[str, str]]:
+    """`environment`."""
+    return environment
 
 
 @dataclass

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import spmd_disco
+from spmd_disco import native
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -60,7 +61,21 @@ def test_info(ranks, mpi, run, alone):
     assert shown["launcher"].startswith("mpirun" if ranks else "none")
     assert "BLAS threads" in shown["cores per rank"]
     assert "SPMD_DISCO_SPIN_US=50" in shown["settings"]
+    assert shown["native module"] == ("loaded" if native.available() else native.why_not)
+    assert shown["control"].startswith(
+        ("nothing", "ring" if native.available() else "mpi")[ranks > 0]
+    )
+    assert shown["peer memory"].startswith("none") == (not (ranks and native.available()))
     assert len(ended.lines) <= 24
+
+
+def test_info_without_what_is_native(run):
+    env = {"SPMD_DISCO_NATIVE": "0", "SPMD_DISCO_CHANNEL": "ring"}
+    ended = run(2, "--info", env=env)
+    assert (ended.status, ended.err) == (0, "")
+    assert re.search("^native module +switched off by SPMD_DISCO_NATIVE$", ended.out, re.MULTILINE)
+    assert re.search("^control +none: SPMD_DISCO_CHANNEL=ring, but ", ended.out, re.MULTILINE)
+    assert re.search("^peer memory +none ", ended.out, re.MULTILINE)
 
 
 SLURM = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}

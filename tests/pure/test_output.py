@@ -12,7 +12,8 @@ import threading
 
 import pytest
 
-from spmd_disco.output import LARGEST_WRITE, WorkerOutput
+from spmd_disco.lines import LARGEST_WRITE
+from spmd_disco.output import WorkerOutput
 
 
 class Target(io.StringIO):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from mpi_environment import OPEN_MPI
 
 REPO = pathlib.Path(__file__).parents[2]
 FIXTURE = REPO / "tests" / "fixtures" / "slurm"
@@ -32,14 +33,10 @@ def environment() -> dict[str, str]:
     return {
         **kept,
         "PATH": PATH,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # What docs/launching.md advises for one machine; the job script must cope with it.
+        **OPEN_MPI,
         # The virtual nodes share the cores of this machine.
         "SPMD_DISCO_CROWDING_WARNING": "0",
-        # What docs/launching.md advises for one machine; the job script must cope with it.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
 
 
@@ -225,7 +222,8 @@ def cluster(config: pathlib.Path, mpi: str, tmp_path: pathlib.Path) -> Iterator[
     """Return the Slurm, with a folder that looks like a clone after ``scripts/demo``."""
     venv = {"mpich": ".venv", "openmpi": ".venv-openmpi"}[mpi]
     (tmp_path / venv).symlink_to(sys.prefix)
-    (tmp_path / "docs").symlink_to(REPO / "docs")
+    for folder in ("docs", "scripts"):
+        (tmp_path / folder).symlink_to(REPO / folder)
     cluster = Cluster(config, tmp_path)
     yield cluster
     cluster.ask("scancel", "--user=root")

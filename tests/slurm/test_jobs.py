@@ -180,11 +180,25 @@ def test_says_what_to_do_where_there_is_no_venv(cluster: Cluster, script: pathli
     assert len(ended.out.splitlines()) == 1, str(ended)
 
 
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [({}, "start it by sbatch"), ({"SLURM_NTASKS": "4"}, "submit this script in the clone")],
+    ids=["no job", "not in the clone"],
+)
 @pytest.mark.parametrize("path", SCRIPTS.values(), ids=SCRIPTS)
-def test_says_that_it_is_a_job_script(path: pathlib.Path) -> None:
-    ended = subprocess.run([path], env=environment(), capture_output=True, text=True, timeout=LIMIT)
+def test_says_how_to_submit_it(
+    path: pathlib.Path, env: dict[str, str], text: str, tmp_path: pathlib.Path
+) -> None:
+    ended = subprocess.run(
+        [path],
+        env={**environment(), "SLURM_SUBMIT_DIR": str(tmp_path), **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     assert ended.returncode == 2
-    assert "start it by sbatch" in ended.stderr
+    assert ended.stderr.startswith(f"{path.name}: ")
+    assert text in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -5,6 +5,7 @@
  * arguments, other functions, an import path that has changed, a closed session. */
 #include "controller.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
@@ -12,19 +13,8 @@
 #include "codec.h"
 #include "handle.h"
 
-enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, FUNCTION_KNOWN = 4, DIGEST = 16,
-       MOST_ARGUMENTS = 255 };
-
-typedef struct __attribute__((packed)) {
-    uint64_t number;
-    uint8_t action, flags;
-    uint32_t kills;
-    int32_t target;
-    uint64_t destination;
-} Header;
-
 static PyObject *str_structlog, *str_level, *str_acquire, *str_release, *str_published,
-    *str_publish, *str_reserve, *str_hit, *str_enter, *str_leave, *str_controller;
+    *str_reserve, *str_hit, *str_enter, *str_leave, *str_controller, *str_poll;
 static PyObject *root_fields; /* of the root logger */
 
 /* Dead handles -------------------------------------------------------------------------------- */
@@ -182,79 +172,122 @@ call_method(PyObject *object, PyObject *name)
     return result == NULL ? -1 : 0;
 }
 
-/* Publishes `message` and runs worker 0's half. Returns -1 with what is to be raised. */
+/* Hands a message to the channel, when that has room. Returns -1 if it could not, or if an interrupt
+ * came in between; `recover` then says how far things are. */
+static int
+publish(ControllerState *self, const Buffer *buffer, long long number)
+{
+    PyObject *size = PyLong_FromSize_t(buffer->size), *done = NULL;
+    if (size == NULL)
+        return -1;
+    if (self->ring != NULL) {
+        struct iovec part = {buffer->data, buffer->size};
+        int pushed;
+        while ((pushed = ring_try_push(&self->ring->ring, (uint64_t)number, &part, 1)) == 0) {
+            done = PyObject_CallMethodOneArg(self->channel, str_reserve, size);
+            if (done == NULL)
+                break;
+            Py_CLEAR(done);
+        }
+        Py_DECREF(size);
+        return pushed > 0 ? 0 : -1;
+    }
+    done = PyObject_CallMethodOneArg(self->channel, str_reserve, size);
+    Py_DECREF(size);
+    if (done == NULL)
+        return -1;
+    Py_DECREF(done);
+    done = PyObject_CallMethod(self->channel, "publish", "Liy#", number, ALL, buffer->data,
+                               (Py_ssize_t)buffer->size);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Python's side finds out how far a command has come that was struck in between, and repairs it.
+ * What is to be raised stays set. */
+static void
+recover(ControllerState *self, const Buffer *buffer, long long number)
+{
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    PyErr_NormalizeException(&type, &raised, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(raised, traceback);
+    PyObject *told = PyObject_CallMethod((PyObject *)self, "_recover", "Ly#O", number, buffer->data,
+                                         (Py_ssize_t)buffer->size, raised);
+    if (told != NULL) {
+        Py_DECREF(told);
+        PyErr_Restore(type, raised, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(raised);
+    Py_XDECREF(traceback);
+}
+
+/* Runs worker 0's half of a command, with its output labelled: see worker_run. */
+static PyObject *
+run_own_half(ControllerState *self, const Call *call, PyObject *digest)
+{
+    /* The workers do the same with their own. */
+    if (digest != NULL && (move_to_end(self->codes, digest) < 0 ||
+                           move_to_end(self->worker->codes, digest) < 0))
+        return NULL;
+    if (self->output == NULL || self->output == Py_None)
+        return worker_run(self->worker, call);
+    if (call_method(self->output, str_enter) < 0)
+        return NULL;
+    PyObject *error = worker_run(self->worker, call);
+    PyObject *type, *raised, *traceback;
+    PyErr_Fetch(&type, &raised, &traceback);
+    if (call_method(self->output, str_leave) < 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(raised);
+        Py_XDECREF(traceback);
+        Py_CLEAR(error);
+    }
+    else
+        PyErr_Restore(type, raised, traceback);
+    return error;
+}
+
+/* Publishes a command and runs worker 0's half. Returns -1 with what is to be raised. */
 static int
 publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead, PyObject *digest)
 {
-    PyObject *message = PyBytes_FromStringAndSize((char *)buffer->data, buffer->size);
-    PyObject *number = PyLong_FromLongLong(call->number), *all = PyLong_FromLong(ALL);
-    PyObject *size = PyLong_FromSize_t(buffer->size), *error = NULL, *told;
-    int done = -1;
-    if (message == NULL || number == NULL || all == NULL || size == NULL)
-        goto end;
-    PyObject *room = PyObject_CallMethodOneArg(self->channel, str_reserve, size);
-    if (room == NULL)
-        goto end;
-    Py_DECREF(room);
     if (PyObject_SetAttr(self->interrupts, str_hit, Py_False) < 0)
-        goto end;
-    told = PyObject_CallMethodObjArgs(self->channel, str_publish, number, all, message, NULL);
-    if (told != NULL) {
-        Py_DECREF(told);
+        return -1;
+    PyObject *error = NULL;
+    if (publish(self, buffer, call->number) == 0) {
         forget_dead(self, dead);
-        /* The workers do the same with their own. */
-        bool ordered = digest == NULL || (move_to_end(self->codes, digest) == 0 &&
-                                          move_to_end(self->worker->codes, digest) == 0);
-        bool labelled = self->output != NULL && self->output != Py_None;
-        if (ordered && (!labelled || call_method(self->output, str_enter) == 0)) {
-            error = worker_run(self->worker, call);
-            if (labelled) {
-                PyObject *type, *raised, *traceback;
-                PyErr_Fetch(&type, &raised, &traceback);
-                if (call_method(self->output, str_leave) < 0) {
-                    Py_XDECREF(type);
-                    Py_XDECREF(raised);
-                    Py_XDECREF(traceback);
-                    Py_CLEAR(error);
-                }
-                else
-                    PyErr_Restore(type, raised, traceback);
-            }
-        }
+        error = run_own_half(self, call, digest);
     }
     if (error == NULL) {
-        /* Struck in between: Python's side finds out how far this has come, and repairs it. */
-        PyObject *type, *raised, *traceback;
-        PyErr_Fetch(&type, &raised, &traceback);
-        PyErr_NormalizeException(&type, &raised, &traceback);
-        if (traceback != NULL)
-            PyException_SetTraceback(raised, traceback);
-        told = PyObject_CallMethod((PyObject *)self, "_recover", "OOO", number, message, raised);
-        if (told == NULL) {
-            Py_XDECREF(type);
-            Py_XDECREF(raised);
-            Py_XDECREF(traceback);
-        }
-        else {
-            Py_DECREF(told);
-            PyErr_Restore(type, raised, traceback);
-        }
-        goto end;
+        recover(self, buffer, call->number);
+        return -1;
     }
+    PyObject *told = NULL;
     if (error != Py_None) {
         told = PyObject_CallMethod((PyObject *)self, "_after_failure", "O", error);
-        if (told == NULL)
-            goto end;
+        if (told == NULL) {
+            Py_DECREF(error);
+            return -1;
+        }
         Py_DECREF(told);
     }
-    done = 0;
-end:
-    Py_XDECREF(error);
-    Py_XDECREF(message);
-    Py_XDECREF(number);
-    Py_XDECREF(all);
-    Py_XDECREF(size);
-    return done;
+    Py_DECREF(error);
+    return 0;
+}
+
+static long long
+next_number(ControllerState *self)
+{
+    if (self->ring != NULL)
+        return (long long)ring_published(&self->ring->ring) + 1;
+    PyObject *published = PyObject_GetAttr(self->channel, str_published);
+    long long number = published == NULL ? -1 : PyLong_AsLongLong(published);
+    Py_XDECREF(published);
+    return number < 0 && PyErr_Occurred() ? -1 : number + 1;
 }
 
 /* With the lock held: 1, or 0 if the call is Python's to make and nothing has been sent, or -1. */
@@ -268,7 +301,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     buffer_init(&buffer);
     size_t dead = self->dead_count;
     PyObject *digest = NULL;
-    Header head = {.action = CALL_PACKED, .kills = (uint32_t)dead, .target = ALL};
+    CommandHead head = {.action = CALL_PACKED, .kills = (uint32_t)dead, .target = ALL};
     Call call = {.arguments = args + 1, .count = count - 1};
     int done = dead > UINT32_MAX ? 0 : 1;
     uint8_t *to = buffer_extend(&buffer, sizeof head + 8 * dead);
@@ -301,11 +334,8 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     if (done > 0) {
         PyTypeObject *type = (PyTypeObject *)self->dref_type;
         handle = (HandleObject *)type->tp_alloc(type, 0);
-        PyObject *published = handle == NULL ? NULL
-                                             : PyObject_GetAttr(self->channel, str_published);
-        call.number = published == NULL ? -1 : PyLong_AsLongLong(published) + 1;
-        Py_XDECREF(published);
-        if (PyErr_Occurred())
+        call.number = handle == NULL ? -1 : next_number(self);
+        if (call.number < 0)
             done = -1;
     }
     if (done > 0) {
@@ -330,11 +360,171 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     return done;
 }
 
+/* Whether this thread may use the session, and nothing is to be reported that is known of. */
+static bool
+is_quiet(const ControllerState *self)
+{
+    return (self->ring != NULL || self->alone) && !self->closed && !self->submitting && self->forks == fork_count &&
+           self->worker != NULL && current_worker() == NULL && self->unreported != NULL &&
+           PyList_CheckExact(self->unreported) && PyList_GET_SIZE(self->unreported) == 0 &&
+           self->worker->failures != NULL && PyList_CheckExact(self->worker->failures) &&
+           PyList_GET_SIZE(self->worker->failures) == 0;
+}
+
+/* Publishes a command in which worker 0 has nothing to do but to drop registers. Returns its number,
+ * 0 where that is Python's to do, or -1. With the lock held. */
+static long long
+tell_locked(ControllerState *self, int action, uint64_t id, long target)
+{
+    if (!is_quiet(self))
+        return 0;
+    size_t dead = self->dead_count;
+    if (dead > UINT32_MAX)
+        return 0;
+    Buffer buffer;
+    buffer_init(&buffer);
+    long long number = next_number(self);
+    CommandHead head = {(uint64_t)number, (uint8_t)action, 0, (uint32_t)dead, (int32_t)target, id};
+    uint8_t *to = number < 0 ? NULL : buffer_extend(&buffer, sizeof head + 8 * dead);
+    int done = -1;
+    if (to != NULL && PyObject_SetAttr(self->interrupts, str_hit, Py_False) == 0) {
+        memcpy(to, &head, sizeof head);
+        memcpy(to + sizeof head, self->dead, 8 * dead);
+        self->submitting = 1;
+        done = publish(self, &buffer, number);
+        for (size_t i = 0; i < dead && done == 0; i++)
+            done = worker_drop(self->worker, self->dead[i]);
+        if (done == 0)
+            forget_dead(self, dead);
+        else
+            recover(self, &buffer, number);
+        self->submitting = 0;
+    }
+    buffer_free(&buffer);
+    return done < 0 ? -1 : number;
+}
+
+static PyObject *
+no_registers(void *context, uint64_t id)
+{
+    PyErr_Format(PyExc_TypeError, "register %llu stands where only plain values can",
+                 (unsigned long long)id);
+    return NULL;
+}
+
+/* The same, taking the lock for it. */
+static long long
+tell(ControllerState *self, int action, uint64_t id, long target)
+{
+    if (call_method(self->lock, str_acquire) < 0)
+        return -1;
+    long long number = tell_locked(self, action, id, target);
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (call_method(self->lock, str_release) < 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        return -1;
+    }
+    PyErr_Restore(type, error, traceback);
+    return number;
+}
+
+/* The value in a reply that says nothing of failures and is compact; NULL with nothing set if not. */
+static PyObject *
+take_reply(ControllerState *self, long long number, long target)
+{
+    PyObject *polled = PyObject_CallMethodNoArgs((PyObject *)self, str_poll);
+    if (polled == NULL)
+        return NULL;
+    Py_DECREF(polled);
+    if (self->replies == NULL || !PyDict_CheckExact(self->replies))
+        return NULL;
+    PyObject *key = Py_BuildValue("lL", target, number), *value = NULL;
+    PyObject *reply = key == NULL ? NULL : PyDict_GetItemWithError(self->replies, key);
+    if (reply != NULL && PyMemoryView_Check(reply)) {
+        Py_buffer *view = PyMemoryView_GET_BUFFER(reply);
+        const uint8_t *data = view->buf;
+        if (view->len > 9 && view->len < 2048 && data[8] == 'N') {
+            Reader reader = {data + 9, (size_t)view->len - 9, 0};
+            value = decode_compact(&reader, no_registers, NULL);
+            if (value != NULL && PyDict_DelItem(self->replies, key) < 0)
+                Py_CLEAR(value);
+        }
+    }
+    Py_XDECREF(key);
+    return value;
+}
+
+/* DRef.get: the value of worker 0 if it needs no copy, or that of another if it is small. */
+static PyObject *
+get_value(PyObject *const *args, Py_ssize_t count)
+{
+    HandleObject *handle = (HandleObject *)args[0];
+    if (count > 2 || !PyObject_TypeCheck(args[0], Handle_Type) || handle->session == NULL)
+        return NULL;
+    long target = 0;
+    if (count == 2) {
+        if (!PyLong_CheckExact(args[1]))
+            return NULL;
+        int overflow;
+        target = PyLong_AsLongAndOverflow(args[1], &overflow);
+        if (overflow)
+            return NULL;
+    }
+    PyObject *owner = PyObject_GetAttr(handle->session, str_controller), *value = NULL;
+    if (owner == NULL) {
+        PyErr_Clear(); /* Python's side says so */
+        return NULL;
+    }
+    ControllerState *self = (ControllerState *)owner;
+    if (!PyObject_TypeCheck(owner, ControllerState_Type) || !is_quiet(self) || target < 0 ||
+        (target > 0 && (self->ring == NULL || target >= (long)self->ring->ring.node->workers)))
+        goto end;
+    if (target == 0) {
+        value = worker_value(self->worker, handle->reg_id);
+        /* Only what nobody can change is handed out without a copy. */
+        value = value != NULL && (value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
+                                  PyFloat_CheckExact(value) || PyUnicode_CheckExact(value) ||
+                                  PyBytes_CheckExact(value))
+                    ? Py_NewRef(value)
+                    : NULL;
+        goto end;
+    }
+    long long number =
+        self->boxes == NULL ? 0 : tell(self, DEBUG_GET_FROM_REMOTE, handle->reg_id, target);
+    if (number <= 0)
+        goto end;
+    RepliesObject *boxes = (RepliesObject *)Py_NewRef((PyObject *)self->boxes);
+    bool here = false;
+    Py_BEGIN_ALLOW_THREADS
+    int64_t end = node_now() + boxes->node->spin_ns;
+    do {
+        for (int poll = 0; poll < 16 && !here; poll++) {
+            here = replies_waiting(boxes, (uint32_t)target);
+            relax();
+        }
+        if (!here)
+            sched_yield();
+    } while (!here && node_now() < end);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(boxes);
+    if (here)
+        value = take_reply(self, number, target);
+    if (value == NULL && !PyErr_Occurred())
+        value = PyObject_CallMethod(owner, "_finish_get", "Ll", number, target);
+end:
+    Py_DECREF(owner);
+    return value;
+}
+
 /* A method that takes the short way where it can, and else is what it wraps. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject *wrapped;
+    bool gets; /* it is DRef.get, and not Session.call */
 } FastCall;
 
 static PyObject *
@@ -342,6 +532,13 @@ fastcall_call(FastCall *self, PyObject *const *args, size_t flags, PyObject *nam
 {
     Py_ssize_t count = PyVectorcall_NARGS(flags);
     PyObject *owner = NULL, *result = NULL;
+    if (self->gets) {
+        if (count > 0 && (names == NULL || PyTuple_GET_SIZE(names) == 0))
+            result = get_value(args, count);
+        if (result == NULL && !PyErr_Occurred())
+            result = PyObject_Vectorcall(self->wrapped, args, flags, names);
+        return result;
+    }
     if (count < 2 || count - 2 > MOST_ARGUMENTS || (names != NULL && PyTuple_GET_SIZE(names) > 0) ||
         current_worker() != NULL)
         goto slow;
@@ -384,12 +581,14 @@ static PyObject *
 fastcall_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *wrapped;
-    if (!PyArg_ParseTuple(args, "O:FastCall", &wrapped))
+    int gets = 0;
+    if (!PyArg_ParseTuple(args, "O|p:FastCall", &wrapped, &gets))
         return NULL;
     FastCall *self = (FastCall *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->vectorcall = (vectorcallfunc)fastcall_call;
         self->wrapped = Py_NewRef(wrapped);
+        self->gets = gets;
     }
     return (PyObject *)self;
 }
@@ -500,6 +699,10 @@ controller_traverse(ControllerState *self, visitproc visit, void *arg)
     Py_VISIT(self->references);
     Py_VISIT(self->known);
     Py_VISIT(self->codes);
+    Py_VISIT(self->ring);
+    Py_VISIT(self->boxes);
+    Py_VISIT(self->replies);
+    Py_VISIT(self->unreported);
     Py_VISIT(self->path);
     Py_VISIT(self->level);
     return 0;
@@ -517,6 +720,10 @@ controller_clear(ControllerState *self)
     Py_CLEAR(self->references);
     Py_CLEAR(self->known);
     Py_CLEAR(self->codes);
+    Py_CLEAR(self->ring);
+    Py_CLEAR(self->boxes);
+    Py_CLEAR(self->replies);
+    Py_CLEAR(self->unreported);
     Py_CLEAR(self->path);
     Py_CLEAR(self->level);
     return 0;
@@ -565,14 +772,119 @@ set_known(ControllerState *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+set_ring(ControllerState *self, PyObject *args)
+{
+    PyObject *ring, *boxes;
+    if (!PyArg_ParseTuple(args, "OO:_set_ring", &ring, &boxes))
+        return NULL;
+    bool none = ring == Py_None && boxes == Py_None;
+    if (!none && (!PyObject_TypeCheck(ring, Ring_Type) || !PyObject_TypeCheck(boxes, Replies_Type) ||
+                  ((RepliesObject *)boxes)->node != ((RingObject *)ring)->ring.node)) {
+        PyErr_SetString(PyExc_TypeError, "a Ring and Replies of one Node, or two None, are wanted");
+        return NULL;
+    }
+    Py_XSETREF(self->ring, none ? NULL : (RingObject *)Py_NewRef(ring));
+    Py_XSETREF(self->boxes, none ? NULL : (RepliesObject *)Py_NewRef(boxes));
+    Py_RETURN_NONE;
+}
+
+/* How many commands have failed on all workers but worker 0, so far. */
+static unsigned long long
+count_failures(const ControllerState *self)
+{
+    const Node *node = self->ring->ring.node;
+    unsigned long long count = 0;
+    for (uint32_t i = 1; i < node->workers; i++)
+        count += atomic_load_explicit(&node->status[i].failures, memory_order_acquire);
+    return count;
+}
+
+static PyObject *
+failure_count(ControllerState *self, PyObject *ignored)
+{
+    return PyLong_FromUnsignedLongLong(self->ring == NULL ? 0 : count_failures(self));
+}
+
+static bool
+all_have_left(const Node *node, uint64_t number)
+{
+    for (uint32_t i = 1; i < node->workers; i++)
+        if (atomic_load_explicit(&node->status[i].executed, memory_order_acquire) < number)
+            return false;
+    return true;
+}
+
+/* Whether all workers have left all commands, and nothing has failed that is still to be reported.
+ * Waits for that as long as such waits usually last. False says nothing. */
+static PyObject *
+all_is_well(ControllerState *self, PyObject *ignored)
+{
+    if (!is_quiet(self))
+        Py_RETURN_FALSE;
+    if (self->ring == NULL) /* worker 0 alone */
+        return PyBool_FromLong(self->dead_count == 0);
+    /* Who waits for all expects that what has been dropped is gone. */
+    if (self->dead_count > 0 && tell(self, KILL_REG, 0, ALL) < 0)
+        return NULL;
+    if (self->ring == NULL)
+        Py_RETURN_FALSE;
+    RingObject *ring = (RingObject *)Py_NewRef((PyObject *)self->ring);
+    Node *node = ring->ring.node;
+    uint64_t number = ring_published(&ring->ring);
+    bool left = all_have_left(node, number);
+    if (!left) {
+        Py_BEGIN_ALLOW_THREADS
+        int64_t end = node_now() + node->spin_ns;
+        do {
+            for (int poll = 0; poll < 16 && !left; poll++) {
+                left = all_have_left(node, number);
+                relax();
+            }
+            if (!left)
+                sched_yield();
+        } while (!left && node_now() < end);
+        Py_END_ALLOW_THREADS
+    }
+    bool well = left && self->ring == ring && count_failures(self) == self->failures_seen;
+    Py_DECREF(ring);
+    return PyBool_FromLong(well);
+}
+
+/* Whether all other workers have left a command. If not, who does so rings the bell from now on. */
+static PyObject *
+all_left(ControllerState *self, PyObject *argument)
+{
+    unsigned long long number = PyLong_AsUnsignedLongLong(argument);
+    if (number == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    if (self->ring == NULL)
+        Py_RETURN_TRUE;
+    Node *node = self->ring->ring.node;
+    atomic_store(&node->header->awaited, number);
+    atomic_thread_fence(memory_order_seq_cst);
+    bool left = all_have_left(node, number);
+    if (left)
+        atomic_store(&node->header->awaited, 0);
+    return PyBool_FromLong(left);
+}
+
 static PyMemberDef controller_members[] = {
     {"closed", T_BOOL, offsetof(ControllerState, closed), 0, NULL},
+    {"_failures_seen", T_ULONGLONG, offsetof(ControllerState, failures_seen), 0, NULL},
+    {"_replies", T_OBJECT, offsetof(ControllerState, replies), 0, NULL},
+    {"_unreported", T_OBJECT, offsetof(ControllerState, unreported), 0, NULL},
+    {"_alone", T_BOOL, offsetof(ControllerState, alone), 0, NULL},
     {"_submitting", T_BOOL, offsetof(ControllerState, submitting), 0, NULL},
     {NULL},
 };
 
 static PyMethodDef controller_methods[] = {
     {"_prepare", (PyCFunction)controller_prepare, METH_VARARGS, NULL},
+    {"_set_ring", (PyCFunction)set_ring, METH_VARARGS, NULL},
+    {"_failure_count", (PyCFunction)failure_count, METH_NOARGS, NULL},
+    {"_all_left", (PyCFunction)all_left, METH_O, NULL},
+    {"_all_is_well", (PyCFunction)all_is_well, METH_NOARGS, NULL},
     {"_set_known", (PyCFunction)set_known, METH_VARARGS, NULL},
     {"_set_context", (PyCFunction)set_context, METH_VARARGS, NULL},
     {"_dead_registers", (PyCFunction)controller_dead, METH_NOARGS, NULL},
@@ -609,9 +921,9 @@ add_names(void)
         const char *text;
     } names[] = {
         {&str_structlog, "structlog"}, {&str_level, "level"}, {&str_acquire, "acquire"},
-        {&str_release, "release"}, {&str_published, "published"}, {&str_publish, "publish"},
-        {&str_reserve, "reserve"}, {&str_hit, "hit"}, {&str_enter, "enter"}, {&str_leave, "leave"},
-        {&str_controller, "_controller"},
+        {&str_release, "release"}, {&str_published, "published"}, {&str_reserve, "reserve"},
+        {&str_hit, "hit"}, {&str_enter, "enter"}, {&str_leave, "leave"},
+        {&str_controller, "_controller"}, {&str_poll, "_poll"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         PyObject *text = PyUnicode_InternFromString(names[i].text);

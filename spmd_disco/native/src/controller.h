@@ -3,6 +3,7 @@
 #define SPMD_DISCO_CONTROLLER_H
 
 #include "native.h"
+#include "ring.h"
 #include "worker.h"
 
 typedef struct ControllerState {
@@ -16,6 +17,11 @@ typedef struct ControllerState {
     PyObject *references; /* dict: name of a function -> encoded reference, kept by the registry */
     PyObject *known;      /* gives the digest of a function that went by value before, or None */
     PyObject *codes;      /* OrderedDict: digest -> pickle, of those that the workers remember */
+    RingObject *ring;     /* which the channel goes by, or NULL */
+    RepliesObject *boxes; /* and the workers' replies to it */
+    PyObject *replies;    /* dict: (worker, command) -> what has come */
+    PyObject *unreported; /* list: failures that came with replies that nobody waited for */
+    unsigned long long failures_seen; /* of all workers, at the last sync point of all */
     /* What the workers have been told of: the import path and the level of the log. */
     PyObject *path, *level;
     unsigned long long registers; /* the last that was given away */
@@ -23,6 +29,7 @@ typedef struct ControllerState {
     size_t dead_count, dead_capacity;
     unsigned forks;
     char closed, submitting;
+    char alone; /* worker 0 is the only one */
 } ControllerState;
 
 extern PyTypeObject *ControllerState_Type;

@@ -12,6 +12,7 @@ execute(PyObject *module)
         add_controller,
         add_node,
         add_ring,
+        add_replies,
         add_reduce,
         add_copy,
         add_orphan,

@@ -38,6 +38,7 @@ int add_worker(PyObject *module);
 int add_controller(PyObject *module);
 int add_node(PyObject *module);
 int add_ring(PyObject *module);
+int add_replies(PyObject *module);
 int add_reduce(PyObject *module);
 int add_copy(PyObject *module);
 int add_orphan(PyObject *module);

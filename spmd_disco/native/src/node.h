@@ -27,6 +27,9 @@
 /* The longest sleep in a wait, after which everything is looked at again: signals, limits. */
 #define NODE_LONGEST_SLEEP_NS 50000000
 #define NODE_FUNCTION_SIZE 184
+/* Polls between two yields. Without yields, waits among more processes than cores take
+ * milliseconds: the one that is waited for does not get to run. */
+#define POLLS_PER_YIELD 16
 
 typedef struct {
     uint32_t magic;
@@ -48,6 +51,8 @@ typedef struct {
     _Atomic uint32_t closed;
     /* Commands up to this one are cancelled. */
     _Atomic uint64_t interrupted_through;
+    /* Who leaves this command, or a later one, rings the controller's bell; 0 for none. */
+    _Atomic uint64_t awaited;
 } NodeHeader;
 
 enum { NODE_OPEN = 0, NODE_CLOSED = 1 };
@@ -204,6 +209,11 @@ node_leave_command(Node *node, uint64_t number)
 {
     atomic_store_explicit(&node->mine->running, 0, memory_order_relaxed);
     atomic_store_explicit(&node->mine->executed, number, memory_order_release);
+    /* Either the controller sees that, or this process sees that the controller waits for it. */
+    atomic_thread_fence(memory_order_seq_cst);
+    uint64_t awaited = atomic_load_explicit(&node->header->awaited, memory_order_relaxed);
+    if (awaited != 0 && number >= awaited)
+        node_ring_bell(node, 0);
 }
 
 static inline void
@@ -232,6 +242,10 @@ node_closed(const Node *node)
     return atomic_load_explicit(&node->header->closed, memory_order_acquire) != NODE_OPEN;
 }
 
+/* Copy a worker's function text into `text`, of NODE_FUNCTION_SIZE bytes, and return its size. */
+size_t node_function(const NodeStatus *status, char *text);
+
+bool node_is_possible(uint32_t workers, uint64_t ring_size, uint64_t box_size);
 /* Bytes of a segment for a node block. `ring_size` is a power of two. */
 uint64_t node_size(uint32_t workers, uint64_t ring_size, uint64_t box_size);
 /* Lay out a new block in `size` zeroed bytes, as process 0; false where it does not fit. */

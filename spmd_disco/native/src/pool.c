@@ -503,7 +503,7 @@ drain(struct Pool *pool)
             give(pool, span);
             continue;
         }
-        unsigned block = atomic_exchange_explicit(&span->freed, 0, memory_order_acquire);
+        unsigned block = atomic_exchange_explicit(&span->freed, 0, memory_order_acq_rel);
         bool was_full = span->free == 0;
         while (block) {
             unsigned following = span->links[block - 1];

@@ -1,21 +1,23 @@
-/* The ring of commands, from the controller to all workers of a node, and the boxes of their
- * replies. See ring.c for how they work.
+/* The ring of commands, from the controller to all workers of a node, and their replies.
  *
- * All functions with the GIL held. None of them waits. Those that return an int return -1 with a
- * Python exception set where something is wrong. */
+ * ring.c has the ring itself, without Python. ring_side.c adds messages that are too large for it,
+ * and is what other parts use: with the GIL held, and none of it waits. Functions that return an
+ * int return -1 with a Python exception set where something is wrong. */
 #ifndef SPMD_DISCO_RING_H
 #define SPMD_DISCO_RING_H
 
 #include <sys/uio.h>
 
+#include "box.h"
 #include "node.h"
 #include "segment.h"
 
-/* What the memory of a record holds that came whole, and of one whose bulk is in a side block. */
+/* A message that lies in the ring, the rest of the ring before its end, a message that lies in a
+ * side block. */
 enum { RECORD_PLAIN = 1, RECORD_SKIP = 2, RECORD_SIDE = 3 };
 
 typedef struct {
-    uint32_t size; /* of what follows the head, before padding to 8 */
+    uint32_t size; /* of what follows the head, before padding */
     uint32_t kind;
     uint64_t number;
 } RecordHead;
@@ -39,7 +41,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint64_t head;
-    /* Readers whose tail comes to here ring the controller's bell, as it waits for room. */
+    /* Readers whose tail comes to here ring the controller's bell, as it waits for room; or 0. */
     _Alignas(CACHE_LINE) _Atomic uint64_t wanted;
 } RingHeader;
 
@@ -62,10 +64,9 @@ typedef struct {
     uint64_t side_used;
     /* On a worker. */
     uint64_t tail;
-    uint64_t next; /* the tail after what was peeked at, or 0 */
-    uint64_t next_number;
+    uint64_t next;                    /* the tail after what was looked at */
     SegmentObject *mapped[SIDE_KEPT]; /* the blocks that are kept */
-    SegmentObject *transient;         /* the block of what was peeked at, if it is not kept */
+    SegmentObject *transient;         /* the block of what was looked at, if it is not kept */
     bool broken;
 } Ring;
 
@@ -76,6 +77,31 @@ typedef struct {
 } RingObject;
 
 extern PyTypeObject *Ring_Type;
+
+/* Without Python (ring.c) ---------------------------------------------------------------------- */
+
+/* Look at the ring of a node, in which nothing has been written yet. */
+void ring_open(Ring *ring, Node *node);
+
+/* On the controller. Whether a record of `size` bytes fits, as far as the tails are known. */
+bool ring_fits(const Ring *ring, uint64_t size);
+/* See how far the readers are. */
+void ring_look_at_tails(Ring *ring);
+/* Have the readers ring when there is room for a record of `size` bytes and some more, or when all
+ * have come to `until`, if that is sooner and not 0. Look at the tails after that. */
+void ring_want_room(Ring *ring, uint64_t size, uint64_t until);
+/* Publish a record, which fits, and ring the workers' bells. */
+void ring_write(Ring *ring, uint32_t kind, uint64_t number, const struct iovec *parts, int count);
+
+/* On a worker. Look at the next record: 1, 0 where there is none, or -1 where the ring is damaged.
+ * It may be a plain one or one with a side block. */
+int ring_read(Ring *ring, RecordHead *record, const uint8_t **data);
+/* Pass the record that was looked at. */
+void ring_pass(Ring *ring);
+/* Poll with yields until there is a record, for `ns` at most; say whether there is. */
+bool ring_spin(const Ring *ring, int64_t ns);
+
+/* With Python (ring_side.c) -------------------------------------------------------------------- */
 
 /* On the controller: whether a message of `size` bytes can be pushed now. */
 bool ring_has_room(Ring *ring, uint64_t size);
@@ -89,6 +115,11 @@ ring_published(const Ring *ring)
     return ring->published;
 }
 
+/* Free the memory of large messages that all workers have read. */
+void ring_collect(Ring *ring);
+/* Give back all memory of large messages. */
+void ring_close(Ring *ring);
+
 /* On a worker: look at the next message: 1, or 0 where there is none. It lies in the ring, or in
  * its side block, and only until ring_advance; copy or decode it before. Nothing is taken: peeking
  * twice gives the same. */
@@ -99,18 +130,14 @@ void ring_advance(Ring *ring);
 /* Return new memory of `size` bytes as a writable memoryview, aligned to 64 where it is large, and
  * where its bytes are in `data`. */
 PyObject *new_message(size_t size, uint8_t **data);
+/* memcpy; other threads may run while much is copied. */
+void copy_message(uint8_t *to, const uint8_t *from, size_t size);
 
-/* A worker's reply box, or all of them on the controller. */
-typedef struct {
-    _Alignas(CACHE_LINE) _Atomic uint64_t head;
-    /* The worker has more to say and no room. */
-    _Atomic uint32_t blocked;
-    _Alignas(CACHE_LINE) _Atomic uint64_t tail;
-} BoxHeader;
+/* Replies (replies.c) -------------------------------------------------------------------------- */
 
-/* The controller's view of one box: a reply that is on its way. */
+/* A reply that is on its way to the controller. */
 typedef struct {
-    uint64_t tail;
+    Box box;
     uint8_t length[8];
     uint32_t length_size; /* how much of `length` is here */
     PyObject *message;    /* where the reply goes, and its memory; NULL before that is known */
@@ -123,19 +150,21 @@ typedef struct {
     PyObject *owner; /* the node's object */
     Node *node;
     /* On a worker: replies that have not gone wholly, and how much of the first one has. */
+    Box box;
     PyObject *pending;
     uint64_t sent;
-    uint64_t head;
     /* On the controller, for each worker. */
     Incoming *incoming;
 } RepliesObject;
 
 extern PyTypeObject *Replies_Type;
 
-/* On a worker: send a reply, a bytes object; what has no room goes with the next replies_pump. */
+/* On a worker: send a reply, a bytes object; what has no room goes with the next replies_pump. Both
+ * return 1 while something is left, or 0. */
 int replies_send(RepliesObject *self, PyObject *message);
-/* Move on what is pending: 1 while something is left, or 0. */
 int replies_pump(RepliesObject *self);
+/* On the controller: whether there is something in a worker's box. Needs no GIL. */
+bool replies_waiting(const RepliesObject *self, uint32_t worker);
 /* On the controller: append (worker, memoryview) to the deque `queue` for each reply that is here
  * wholly. Workers that wait for room are told of it. */
 int replies_poll(RepliesObject *self, PyObject *queue);

@@ -5,16 +5,18 @@
 #include "worker.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <string.h>
 #include <structmember.h>
 
 #include "codec.h"
 #include "handle.h"
-
-enum { CALL_PACKED = 3, ALL = -1, FUNCTION_REGISTER = 0, FUNCTION_GLOBAL = 1,
-       FUNCTION_KNOWN = 4, FUNCTION_NONE = 5, DIGEST = 16, MOST_ARGUMENTS = 255 };
+#include "ring.h"
 
 unsigned fork_count;
+/* Bytes of a reply that is given at once. */
+enum { MOST_QUICK = 1000 };
+
 static PyTypeObject *failed_type; /* what a register holds whose command failed */
 static _Thread_local WorkerState *current;
 
@@ -63,6 +65,15 @@ worker_drop(WorkerState *self, uint64_t id)
     return found < 0 ? -1 : 0;
 }
 
+PyObject *
+worker_value(WorkerState *self, uint64_t id)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(id);
+    PyObject *value = key == NULL ? NULL : PyDict_GetItemWithError(self->registers, key);
+    Py_XDECREF(key);
+    return value == NULL || Py_TYPE(value) == failed_type ? NULL : value;
+}
+
 static PyObject *
 lookup(void *context, uint64_t id)
 {
@@ -100,6 +111,33 @@ worker_known(WorkerState *self, PyObject *digest)
 }
 
 /* Calls --------------------------------------------------------------------------------------- */
+
+/* Says in the status line which command this worker is in, and what that calls. */
+static void
+tell_begin(WorkerState *self, long long number)
+{
+    if (self->node == NULL)
+        return;
+    /* The text only changes with the function; most programs call few in turn. */
+    if (self->told == self->function || self->function == NULL) {
+        node_begin_command(&self->node->node, number, NULL, 0);
+        return;
+    }
+    PyObject *name = PyUnicode_CheckExact(self->function)
+                         ? Py_NewRef(self->function)
+                         : PyObject_GetAttrString(self->function, "__qualname__");
+    Py_ssize_t size = 0;
+    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &size)
+                                                             : NULL;
+    if (text == NULL) {
+        PyErr_Clear(); /* something callable without a name, or with a strange one */
+        text = Py_TYPE(self->function)->tp_name;
+        size = (Py_ssize_t)strlen(text);
+    }
+    node_begin_command(&self->node->node, number, text, size);
+    Py_XDECREF(name);
+    Py_XSETREF(self->told, Py_NewRef(self->function));
+}
 
 /* Fills `into` with new references to the arguments. Returns their number, or -1. */
 static Py_ssize_t
@@ -181,6 +219,7 @@ call_function(WorkerState *self, const Call *call)
         PyErr_Format(PyExc_TypeError, "%R is not callable", function);
         goto end;
     }
+    tell_begin(self, call->number);
     self->thread = PyThread_get_thread_ident();
     unsigned forks = fork_count;
     self->running = 1;
@@ -231,16 +270,49 @@ end:
     return done;
 }
 
+static PyObject *
+worker_begin(WorkerState *self, PyObject *number)
+{
+    long long value = PyLong_AsLongLong(number);
+    if (value == -1 && PyErr_Occurred())
+        return NULL;
+    tell_begin(self, value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+worker_leave(WorkerState *self, PyObject *args)
+{
+    long long number;
+    int failed;
+    if (!PyArg_ParseTuple(args, "Lp:_tell_left", &number, &failed))
+        return NULL;
+    if (self->node != NULL) {
+        if (failed)
+            node_fail_command(&self->node->node, number);
+        node_leave_command(&self->node->node, number);
+    }
+    Py_RETURN_NONE;
+}
+
+static int
+call_with_number(PyObject *function, long long number)
+{
+    if (function == NULL || function == Py_None)
+        return 0;
+    PyObject *argument = PyLong_FromLongLong(number);
+    PyObject *result = argument == NULL ? NULL : PyObject_CallOneArg(function, argument);
+    Py_XDECREF(argument);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
 PyObject *
 worker_run(WorkerState *self, const Call *call)
 {
     self->number = call->number;
-    if (self->begin != Py_None && self->begin != NULL) {
-        PyObject *begun = PyObject_CallFunction(self->begin, "L", call->number);
-        if (begun == NULL)
-            return NULL;
-        Py_DECREF(begun);
-    }
+    if (call_with_number(self->begin, call->number) < 0)
+        return NULL;
     WorkerState *previous = current;
     current = self;
     PyObject *result = Py_None;
@@ -265,9 +337,107 @@ worker_run(WorkerState *self, const Call *call)
     self->running = 0;
     current = previous;
     Py_XSETREF(self->function, Py_NewRef(Py_None));
-    if (result != NULL)
+    if (result != NULL) {
         self->finished = call->number;
+        if (self->node != NULL) {
+            if (result != Py_None)
+                node_fail_command(&self->node->node, call->number);
+            node_leave_command(&self->node->node, call->number);
+        }
+        if (call_with_number(self->leave, call->number) < 0)
+            Py_CLEAR(result);
+    }
     return result;
+}
+
+/* A plain call as it stands in a message. */
+typedef struct {
+    Call call;
+    PyObject *function; /* a reference, or NULL where a register holds it */
+    const uint8_t *kills;
+    uint32_t kill_count;
+} PlainCall;
+
+/* Finds out if a message is a call that this file can run: 1, or 0, or -1 with an exception set. */
+static int
+parse_call(WorkerState *self, const uint8_t *data, size_t size, PlainCall *plain)
+{
+    CommandHead head;
+    size_t at = sizeof head;
+    if (size < sizeof head)
+        return 0;
+    memcpy(&head, data, sizeof head);
+    if (head.action != CALL_PACKED || head.flags != 0 || head.target != ALL ||
+        head.kills > (size - at) / 8 || self->registers == NULL)
+        return 0;
+    *plain = (PlainCall){
+        .call = {.number = (long long)head.number, .destination = head.destination},
+        .kills = data + at,
+        .kill_count = head.kills,
+    };
+    at += 8 * (size_t)head.kills;
+    /* Which function; only what is worth it to be quick. */
+    PyObject *key, *function = NULL;
+    if (size - at >= 9 && data[at] == FUNCTION_REGISTER) {
+        memcpy(&plain->call.function_register, data + at + 1, 8);
+        at += 9;
+    }
+    else if (size - at >= 5 && data[at] == FUNCTION_GLOBAL && self->functions != NULL) {
+        uint32_t length;
+        memcpy(&length, data + at + 1, 4);
+        if (length >= size - at - 5 || data[at + 5 + length] != FUNCTION_NONE)
+            return 0;
+        key = PyBytes_FromStringAndSize((const char *)data + at, 6 + (size_t)length);
+        if (key == NULL)
+            return -1;
+        function = PyDict_GetItemWithError(self->functions, key);
+        Py_DECREF(key);
+        if (function == NULL)
+            return PyErr_Occurred() ? -1 : 0;
+        at += 6 + (size_t)length;
+    }
+    else if (size - at > DIGEST && data[at] == FUNCTION_KNOWN) {
+        key = PyBytes_FromStringAndSize((const char *)data + at + 1, DIGEST);
+        if (key == NULL)
+            return -1;
+        function = worker_known(self, key);
+        bool failed = function == NULL ? PyErr_Occurred() != NULL : move_to_end(self->codes, key) < 0;
+        Py_DECREF(key);
+        if (failed || function == NULL)
+            return failed ? -1 : 0;
+        at += 1 + DIGEST;
+    }
+    else
+        return 0;
+    plain->function = Py_XNewRef(function);
+    plain->call.function = function;
+    plain->call.encoded = data + at;
+    plain->call.encoded_size = size - at;
+    return 1;
+}
+
+static int
+drop_all(WorkerState *self, const uint8_t *kills, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t id;
+        memcpy(&id, kills + 8 * (size_t)i, 8);
+        if (worker_drop(self, id) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* Drops the dead registers and runs the call. Returns -1 when it was interrupted in between. */
+static int
+run_plain(WorkerState *self, PlainCall *plain)
+{
+    PyObject *result = NULL;
+    if (drop_all(self, plain->kills, plain->kill_count) == 0)
+        result = worker_run(self, &plain->call);
+    Py_XDECREF(plain->function);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
 }
 
 /* Runs the command in `message` if it is a plain call: True, or False if Python is to do it. */
@@ -277,89 +447,137 @@ worker_step(WorkerState *self, PyObject *message)
     Py_buffer view;
     if (PyObject_GetBuffer(message, &view, PyBUF_SIMPLE) < 0)
         return NULL;
-    PyObject *result = NULL;
-    const uint8_t *data = view.buf;
-    struct __attribute__((packed)) {
-        uint64_t number;
-        uint8_t action, flags;
-        uint32_t kills;
-        int32_t target;
-        uint64_t destination;
-    } head;
-    size_t size = (size_t)view.len, at = sizeof head;
-    if (size >= sizeof head)
-        memcpy(&head, data, sizeof head);
-    if (size < sizeof head || head.action != CALL_PACKED || head.flags != 0 || head.target != ALL ||
-        head.kills > (size - at) / 8 || self->registers == NULL) {
-        result = Py_NewRef(Py_False);
-        goto end;
-    }
-    const uint8_t *kills = data + at;
-    at += 8 * (size_t)head.kills;
-    Call call = {.number = (long long)head.number, .destination = head.destination};
-    /* Which function; only what is worth it to be quick. */
-    PyObject *function = NULL;
-    if (size - at >= 9 && data[at] == FUNCTION_REGISTER) {
-        memcpy(&call.function_register, data + at + 1, 8);
-        at += 9;
-    }
-    else if (size - at >= 5 && data[at] == FUNCTION_GLOBAL && self->functions != NULL) {
-        uint32_t length;
-        memcpy(&length, data + at + 1, 4);
-        if (length < size - at - 5 && data[at + 5 + length] == FUNCTION_NONE) {
-            PyObject *key = PyBytes_FromStringAndSize((const char *)data + at, 6 + (size_t)length);
-            if (key == NULL)
-                goto end;
-            function = PyDict_GetItemWithError(self->functions, key);
-            Py_DECREF(key);
-            if (function == NULL && PyErr_Occurred())
-                goto end;
-            at += 6 + (size_t)length;
-        }
-        if (function == NULL) {
-            result = Py_NewRef(Py_False);
-            goto end;
-        }
-    }
-    else if (size - at > DIGEST && data[at] == FUNCTION_KNOWN) {
-        PyObject *digest = PyBytes_FromStringAndSize((const char *)data + at + 1, DIGEST);
-        if (digest == NULL)
-            goto end;
-        function = worker_known(self, digest);
-        bool failed = function == NULL ? PyErr_Occurred() != NULL
-                                       : move_to_end(self->codes, digest) < 0;
-        Py_DECREF(digest);
-        if (failed)
-            goto end;
-        if (function == NULL) {
-            result = Py_NewRef(Py_False);
-            goto end;
-        }
-        at += 1 + DIGEST;
-    }
-    else {
-        result = Py_NewRef(Py_False);
-        goto end;
-    }
-    for (uint32_t i = 0; i < head.kills; i++) {
-        uint64_t id;
-        memcpy(&id, kills + 8 * (size_t)i, 8);
-        if (worker_drop(self, id) < 0)
-            goto end;
-    }
-    Py_XINCREF(function);
-    call.function = function;
-    call.encoded = data + at;
-    call.encoded_size = size - at;
-    PyObject *failure = worker_run(self, &call);
-    Py_XDECREF(function);
-    if (failure != NULL) {
-        Py_DECREF(failure);
-        result = Py_NewRef(Py_True);
-    }
-end:
+    PlainCall plain;
+    int done = parse_call(self, view.buf, view.len, &plain);
+    if (done > 0 && run_plain(self, &plain) < 0)
+        done = -1;
     PyBuffer_Release(&view);
-    return result;
+    return done < 0 ? NULL : PyBool_FromLong(done);
+}
+
+/* A command that only drops registers, or a question for the value of one that can be answered with
+ * a few bytes, or is another worker's: 1 and the reply (NULL if there is none to send), 0, or -1 with
+ * an exception set. */
+static int
+parse_small(WorkerState *self, const uint8_t *data, size_t size, CommandHead *head, PyObject **reply)
+{
+    *reply = NULL;
+    if (size < sizeof *head)
+        return 0;
+    memcpy(head, data, sizeof *head);
+    if (head->flags != 0 || size != sizeof *head + 8 * (size_t)head->kills)
+        return 0;
+    if (head->action == KILL_REG && head->target == ALL)
+        return 1;
+    if (head->action != DEBUG_GET_FROM_REMOTE || head->target == ALL)
+        return 0;
+    if (head->target != self->worker_id)
+        return 1;
+    /* Failures that are to be reported are Python's. */
+    if (self->failures == NULL || !PyList_CheckExact(self->failures) ||
+        PyList_GET_SIZE(self->failures) > 0)
+        return 0;
+    for (uint32_t i = 0; i < head->kills; i++)
+        if (memcmp(data + sizeof *head + 8 * (size_t)i, &head->destination, 8) == 0)
+            return 0;
+    PyObject *value = worker_value(self, head->destination);
+    if (value == NULL || PyTuple_CheckExact(value))
+        return PyErr_Occurred() ? -1 : 0;
+    Buffer buffer;
+    buffer_init(&buffer);
+    uint8_t *to = buffer_extend(&buffer, 9);
+    memcpy(to, &head->number, 8);
+    to[8] = 'N'; /* nothing has failed */
+    int encoded = encode_compact(&buffer, value);
+    if (encoded > 0 && buffer.size > MOST_QUICK)
+        encoded = 0;
+    if (encoded > 0)
+        *reply = PyBytes_FromStringAndSize((char *)buffer.data, buffer.size);
+    buffer_free(&buffer);
+    return encoded > 0 && *reply == NULL ? -1 : encoded;
+}
+
+/* Polls for a message in the ring, without the GIL, as long as such waits usually last. */
+static bool
+await_message(Ring *ring)
+{
+    bool found = false;
+    Py_BEGIN_ALLOW_THREADS
+    int64_t end = node_now() + ring->node->spin_ns;
+    do {
+        for (int poll = 0; poll < 16 && !found; poll++) {
+            found = atomic_load_explicit(&ring->header->head, memory_order_acquire) != ring->tail;
+            relax();
+        }
+        if (!found)
+            sched_yield();
+    } while (!found && node_now() < end);
+    Py_END_ALLOW_THREADS
+    return found;
+}
+
+/* Runs the plain calls that come through a ring, one after the other. Returns None when no more
+ * comes for a while, False when the next message is Python's to receive, and, when asked to stop
+ * after each, True after one. */
+static PyObject *
+worker_drain(WorkerState *self, PyObject *args)
+{
+    RingObject *object;
+    RepliesObject *replies;
+    int once;
+    if (!PyArg_ParseTuple(args, "O!O!p:drain", Ring_Type, &object, Replies_Type, &replies, &once))
+        return NULL;
+    Ring *ring = &object->ring;
+    uint8_t copy[1024];
+    for (;;) {
+        if (self->node != NULL) {
+            /* The watcher may be a moment later. */
+            long long through = (long long)node_interrupted_through(&self->node->node);
+            if (through > self->interrupted_through)
+                self->interrupted_through = through;
+        }
+        const uint8_t *data;
+        size_t size;
+        uint64_t number;
+        PlainCall plain;
+        int got = ring_peek(ring, &data, &size, &number);
+        if (got < 0)
+            return NULL;
+        if (got == 0) {
+            if (await_message(ring))
+                continue;
+            Py_RETURN_NONE;
+        }
+        if (size > sizeof copy)
+            Py_RETURN_FALSE;
+        /* What is decoded must not lie in memory that the controller may write to again. */
+        memcpy(copy, data, size);
+        int plainly = parse_call(self, copy, size, &plain);
+        if (plainly < 0)
+            return NULL;
+        if (plainly == 0) {
+            CommandHead head;
+            PyObject *reply;
+            int quick = parse_small(self, copy, size, &head, &reply);
+            if (quick < 0)
+                return NULL;
+            if (quick == 0)
+                Py_RETURN_FALSE;
+            ring_advance(ring);
+            int sent = reply == NULL ? 0 : replies_send(replies, reply);
+            Py_XDECREF(reply);
+            if (sent < 0 || drop_all(self, copy + sizeof head, head.kills) < 0)
+                return NULL;
+            if (self->node != NULL)
+                node_leave_command(&self->node->node, head.number);
+            continue;
+        }
+        ring_advance(ring);
+        if (run_plain(self, &plain) < 0 || PyErr_CheckSignals() < 0)
+            return NULL;
+        if (once)
+            Py_RETURN_TRUE;
+    }
 }
 
 /* The type ------------------------------------------------------------------------------------ */
@@ -371,9 +589,13 @@ worker_traverse(WorkerState *self, visitproc visit, void *arg)
     Py_VISIT(self->registers);
     Py_VISIT(self->function);
     Py_VISIT(self->begin);
+    Py_VISIT(self->leave);
     Py_VISIT(self->on_command);
     Py_VISIT(self->functions);
     Py_VISIT(self->codes);
+    Py_VISIT(self->failures);
+    Py_VISIT(self->node);
+    Py_VISIT(self->told);
     return 0;
 }
 
@@ -383,9 +605,13 @@ worker_clear(WorkerState *self)
     Py_CLEAR(self->registers);
     Py_CLEAR(self->function);
     Py_CLEAR(self->begin);
+    Py_CLEAR(self->leave);
     Py_CLEAR(self->on_command);
     Py_CLEAR(self->functions);
     Py_CLEAR(self->codes);
+    Py_CLEAR(self->failures);
+    Py_CLEAR(self->node);
+    Py_CLEAR(self->told);
     return 0;
 }
 
@@ -437,6 +663,17 @@ worker_set_functions(WorkerState *self, PyObject *value, void *closure)
     return 0;
 }
 
+static PyObject *
+worker_set_node(WorkerState *self, PyObject *node)
+{
+    if (node != Py_None && !PyObject_TypeCheck(node, Node_Type)) {
+        PyErr_SetString(PyExc_TypeError, "a Node or None is wanted");
+        return NULL;
+    }
+    Py_XSETREF(self->node, node == Py_None ? NULL : (NodeObject *)Py_NewRef(node));
+    Py_RETURN_NONE;
+}
+
 static PyGetSetDef worker_attributes[] = {
     {"registers", (getter)worker_get_registers, (setter)worker_set_registers, NULL, NULL},
     {"functions", (getter)worker_get_functions, (setter)worker_set_functions, NULL, NULL},
@@ -445,12 +682,15 @@ static PyGetSetDef worker_attributes[] = {
 
 static PyMemberDef worker_members[] = {
     {"function", T_OBJECT, offsetof(WorkerState, function), 0, NULL},
+    {"_failures", T_OBJECT, offsetof(WorkerState, failures), 0, NULL},
     {"_codes", T_OBJECT, offsetof(WorkerState, codes), 0, NULL},
     {"_begin", T_OBJECT, offsetof(WorkerState, begin), 0, NULL},
+    {"_leave", T_OBJECT, offsetof(WorkerState, leave), 0, NULL},
     {"_on_command", T_OBJECT, offsetof(WorkerState, on_command), 0, NULL},
     {"number", T_LONGLONG, offsetof(WorkerState, number), 0, NULL},
     {"finished", T_LONGLONG, offsetof(WorkerState, finished), 0, NULL},
     {"interrupted_through", T_LONGLONG, offsetof(WorkerState, interrupted_through), 0, NULL},
+    {"_worker_id", T_INT, offsetof(WorkerState, worker_id), 0, NULL},
     {"thread", T_ULONG, offsetof(WorkerState, thread), 0, NULL},
     {"running", T_BOOL, offsetof(WorkerState, running), 0, NULL},
     {"closed", T_BOOL, offsetof(WorkerState, closed), 0, NULL},
@@ -459,6 +699,10 @@ static PyMemberDef worker_members[] = {
 
 static PyMethodDef worker_methods[] = {
     {"step", (PyCFunction)worker_step, METH_O, NULL},
+    {"drain", (PyCFunction)worker_drain, METH_VARARGS, NULL},
+    {"set_node", (PyCFunction)worker_set_node, METH_O, NULL},
+    {"_tell_begin", (PyCFunction)worker_begin, METH_O, NULL},
+    {"_tell_left", (PyCFunction)worker_leave, METH_VARARGS, NULL},
     {NULL},
 };
 

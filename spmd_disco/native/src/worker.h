@@ -3,15 +3,37 @@
 #define SPMD_DISCO_WORKER_H
 
 #include "native.h"
+#include "node.h"
+
+/* What the native module knows of protocol.py: the head of a command, and some actions. */
+typedef struct __attribute__((packed)) {
+    uint64_t number;
+    uint8_t action, flags;
+    uint32_t kills;
+    int32_t target;
+    uint64_t destination;
+} CommandHead;
+
+enum { KILL_REG = 1, CALL_PACKED = 3, DEBUG_GET_FROM_REMOTE = 7, ALL = -1 };
+
+/* Kinds of references to functions, see codec.py. */
+enum { FUNCTION_REGISTER = 0, FUNCTION_GLOBAL = 1, FUNCTION_KNOWN = 4, FUNCTION_NONE = 5,
+       DIGEST = 16 };
+
+enum { MOST_ARGUMENTS = 255 };
 
 typedef struct {
     PyObject_HEAD
     PyObject *registers;   /* dict: register -> value */
     PyObject *function;    /* what the running command calls, or None */
     PyObject *begin;       /* called with each command's number, or None */
+    PyObject *leave;       /* called with the number of each command that is over, or None */
     PyObject *on_command;  /* called after each function, or None */
     PyObject *functions;   /* dict: reference -> global function, kept by the registry */
     PyObject *codes;       /* OrderedDict: digest -> [pickle, function or None, size] */
+    PyObject *failures;    /* list: what the controller has not heard of */
+    NodeObject *node;      /* whose status line it writes, or NULL */
+    PyObject *told;        /* the function that stands there */
     long long number, finished, interrupted_through;
     unsigned long thread;
     int worker_id;
@@ -46,6 +68,9 @@ PyObject *worker_known(WorkerState *self, PyObject *digest);
 
 /* Counts an entry of an OrderedDict as used last, as both sides of a session do alike. */
 int move_to_end(PyObject *codes, PyObject *key);
+
+/* The value of a register, borrowed; NULL where it has none or holds a failure. */
+PyObject *worker_value(WorkerState *self, uint64_t id);
 
 int worker_drop(WorkerState *self, uint64_t id);
 
