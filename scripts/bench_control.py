@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import spmd_disco as di
+from spmd_disco import native
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -28,12 +29,11 @@ from bench_common import (
     emit_header,
     interleaved,
     parser,
-    summary,
 )
 from bench_tvm import TVMDisco
 
 ROWS = ["dispatch", "dispatch_kept", "dispatch_import", "dispatch_by_value", "stream",
-        "call_and_sync", "get_from_last", "idle_cpu", "start_up"]  # fmt: skip
+        "call_and_sync", "get_from_last", "idle_cpu", "start_up", "start_processes"]  # fmt: skip
 
 
 def add_one(x: int) -> int:
@@ -180,10 +180,10 @@ def idle(sess: di.Session, seconds: float) -> float:
     return (sess.call(time.process_time).get(last) - before) / seconds * 100
 
 
-def start_up() -> float:
+def start_up(open_session: Callable[[], di.Session]) -> float:
     """Open a session, wait until all workers have answered; return milliseconds."""
     start = time.perf_counter()
-    with di.session() as sess:
+    with open_session() as sess:
         sess.sync()
         return (time.perf_counter() - start) * 1e3
 
@@ -201,10 +201,17 @@ def main() -> None:
     commands, trips = options.commands, max(1, options.commands // 5)
     rows = []
     # One session at a time: before the one in which all other rows are measured.
-    opened = [start_up() for _ in range(options.rounds + 1)][1:]
     with di.session() as sess:
         n = sess.num_workers
-        tvm = None if options.peer == "mpi" else TVMDisco(options.peer, n, commands)
+    tvm = None if options.peer == "mpi" else TVMDisco(options.peer, n, commands)
+    started = {}
+    if "start_up" in options.rows:
+        started["start_up"] = interleaved(options.rounds, lambda: start_up(di.session), None)
+    if "start_processes" in options.rows and native.available():
+        started["start_processes"] = interleaved(
+            options.rounds, lambda: start_up(lambda: di.ProcessSession(n)), tvm and tvm.start_up
+        )
+    with di.session() as sess:
         peer = tvm or BcastLoop(sess, commands)
         by_reference = sess.call(lambda: add_one)
         sess.sync()
@@ -233,12 +240,8 @@ def main() -> None:
         if n > 1 and options.peer != "tvm-threads":
             row("idle_cpu", lambda: idle(sess, options.idle_seconds),
                 lambda: peer.idle(options.idle_seconds), "% of a core")  # fmt: skip
-        if "start_up" in options.rows:
-            result = {"ours": summary(opened)}
-            if tvm:
-                result["peer"] = summary([tvm.start_up() for _ in range(options.rounds)])
-            emit({"bench": "start_up", "n": n, "unit": "ms",
-                  "peer_name": PEERS[options.peer], **result})  # fmt: skip
+        for name, result in started.items():
+            emit({"bench": name, "n": n, "unit": "ms", "peer_name": PEERS[options.peer], **result})
         if tvm:
             tvm.close()
     if options.plot:

@@ -41,7 +41,8 @@ NAMES = {
     "call_and_sync": "call, sync of all",
     "get_from_last": "call, get from the last",
     "idle_cpu": "an idle worker",
-    "start_up": "start-up",
+    "start_up": "start-up on ranks",
+    "start_processes": "start-up of processes",
 }
 NAMES_OF_COLLECTIVES = {
     "allreduce_bfloat16": "allreduce, bfloat16",

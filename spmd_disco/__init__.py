@@ -10,10 +10,12 @@ from .errors import (
     Failure,
     PeerError,
     SessionClosedError,
+    WorkerDied,
     WorkerError,
 )
 from .factory import session
 from .mpi_session import MPISession
+from .process_session import ProcessSession
 from .protocol import DiscoAction
 from .registry import get_global_func, register_func
 from .sessions import Session
@@ -34,9 +36,11 @@ __all__ = [
     "Failure",
     "MPISession",
     "PeerError",
+    "ProcessSession",
     "ReduceKind",
     "Session",
     "SessionClosedError",
+    "WorkerDied",
     "WorkerError",
     "WorkerInfo",
     "__version__",

@@ -160,17 +160,22 @@ class ArrayMethods:
         Parameters
         ----------
         ccl : str
-            ``"mpi"``.
+            ``"peer"`` or ``"mpi"``. It is chosen when the session is opened (see
+            ``SPMD_DISCO_CCL``), and this must be the one.
         *device_ids : int
             Accepted, and without meaning on CPUs.
 
         Raises
         ------
         ValueError
-            There is no such data plane.
+            The session has another data plane.
         """
-        if ccl != "mpi":
-            raise ValueError(f"the CCL {ccl!r} is not available; allowed is 'mpi'")
+        mine = self._controller.worker.ccl.name
+        if ccl != mine:
+            raise ValueError(
+                f"the CCL {ccl!r} is not available: this session has been opened with {mine!r}; "
+                "SPMD_DISCO_CCL=mpi or SPMD_DISCO_CCL=peer in the environment chooses another"
+            )
         self._call("runtime.disco._init_ccl", (ccl,), {})
 
     def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:

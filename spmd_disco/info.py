@@ -105,7 +105,23 @@ def _channel(world: MPI.Intracomm) -> str:
         node, why_not = open_node(world)
     except (DiscoError, ValueError) as e:
         return f"none: {e}"
-    return f"mpi ({why_not})" if node is None else "ring in shared memory"
+    return f"mpi ({why_not})" if node is None else "ring, in shared memory"
+
+
+def _ccl(world: MPI.Intracomm) -> str:
+    """Tell what moves the arrays of a session over all ranks. Collective."""
+    from .transport.ccl_choice import open_peer_ccl
+    from .transport.wait import Waiter
+
+    if world.size == 1:
+        return "nothing (there is one rank)"
+    try:
+        ccl, why_not = open_peer_ccl(
+            world.allgather, world.rank, world.size, Waiter(), num_groups=1, node=None, memory=None
+        )
+    except ValueError as e:
+        return f"none: {e}"
+    return f"mpi ({why_not})" if ccl is None else "peer, through shared memory"
 
 
 def _peer_memory(world: MPI.Intracomm) -> str:
@@ -168,6 +184,7 @@ def collect(world: MPI.Intracomm) -> str | None:
         "cores": f"{_cores()}; BLAS threads: {_blas_threads()}",
         "gpus": _gpus(),
         "channel": _channel(world),
+        "ccl": _ccl(world),
         "memory": _peer_memory(world),
         "settings": ", ".join(
             f"{name}={value}"
@@ -214,7 +231,7 @@ def collect(world: MPI.Intracomm) -> str | None:
     add("hosts", [f"{host}: {len(on)} (ranks {_ranges(on)})" for host, on in hosts.items()])
     add("cores per rank", common("cores"))
     add("control", common("channel"))
-    add("data (CCL)", ["mpi"])
+    add("data (CCL)", common("ccl"))
     add("peer memory", common("memory"))
     add("GPUs", common("gpus"))
     add("settings", [text or "none" for text in common("settings")])

@@ -1,5 +1,7 @@
 """``python -m spmd_disco``: the program runs on rank 0, the other ranks serve its sessions.
 
+With ``-n`` there are no ranks: the program's sessions start their workers themselves.
+
 The other ranks ignore SIGINT (and so do processes that worker functions start there): at Ctrl-C the
 launchers of MPI send it to all ranks or to none, and it is the controller that tells the workers.
 """
@@ -26,6 +28,7 @@ from .interrupt import ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
 from .prompt import interact
+from .ranks import launcher
 from .ranks import rank as rank_in
 from .singleton import trap
 from .transport.wait import Waiter
@@ -69,6 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["SPMD_DISCO_NUM_GROUPS"] = str(options.num_groups)
     if options.no_prefix:
         os.environ["SPMD_DISCO_PREFIX"] = "0"
+    if options.num_workers is not None and options.action == "run":
+        if rank is not None:
+            return _refuse(
+                f"-n {options.num_workers} starts workers without MPI, but this process is a rank "
+                f"of a job ({launcher(os.environ)}): leave -n out, the ranks are the workers",
+                rank,
+            )
+        return _run_locally(options, options.num_workers)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
@@ -93,6 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lobby.is_controller:
         return _run(options, program, lobby)
     return _serve(lobby)
+
+
+def _run_locally(options: Options, num_workers: int) -> int:
+    """Run the program without MPI: its sessions start their workers."""
+    from .open_session import started_locally
+
+    os.environ["SPMD_DISCO_NUM_WORKERS"] = str(num_workers)
+    started_locally(True)
+    program = Program(options)
+    program.prepare()
+    return _run(options, program, None)
 
 
 def _check_settings() -> None:
@@ -145,16 +167,16 @@ def _abort(status: int) -> NoReturn:
         # None, closed, or nobody reads it any more: there is no place left to say so.
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    from mpi4py import MPI
-
-    # The launcher may drop what it has not passed on by then.
-    time.sleep(0.2)
-    if not MPI.Is_finalized():
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        # The launcher may drop what it has not passed on by then.
+        time.sleep(0.2)
         MPI.COMM_WORLD.Abort(status & 0xFF or 1)
+    # Workers that are processes of ours end with this one.
     os._exit(status & 0xFF or 1)
 
 
-def _run(options: Options, program: Program, lobby: lobbies.Lobby) -> int:
+def _run(options: Options, program: Program, lobby: lobbies.Lobby | None) -> int:
     """Run the program on rank 0, from its first line to the end of what it leaves behind."""
     ending = _Ending(lobby)
     error: BaseException | None = None
@@ -183,7 +205,8 @@ class _Ending:
 
     Parameters
     ----------
-    lobby : Lobby
+    lobby : Lobby or None
+        None without MPI.
 
     Attributes
     ----------
@@ -191,17 +214,22 @@ class _Ending:
         The exit status, as things stand.
     """
 
-    def __init__(self, lobby: lobbies.Lobby) -> None:
+    def __init__(self, lobby: lobbies.Lobby | None) -> None:
         self.status = 0
         self._lobby = lobby
         self._pid = os.getpid()
         self._interrupt = False
         self._patience: float | None = None
-        from .mpi_session import hook_finalize
-
         # A session's own exit handler closes it for good: registered now, it comes after `_close`
         # (and so after the program's callbacks, which may still use the session).
-        hook_finalize()
+        if lobby is not None:
+            from .mpi_session import hook_finalize
+
+            hook_finalize()
+        else:
+            from .open_session import close_at_exit
+
+            close_at_exit()
         atexit.register(self._close)
 
     def reset(self) -> None:
@@ -289,7 +317,8 @@ class _Ending:
                 unobserved = self._close_session()
             if unobserved is not None:
                 self._report(unobserved)
-            self._lobby.close()
+            if self._lobby is not None:
+                self._lobby.close()
         except DiscoTimeout as e:
             print(f"spmd_disco: the job is aborted: {e}", file=sys.stderr)
             _abort(self.status)

@@ -249,7 +249,8 @@ class Member:
             Member.latest = None
         if self._watcher is not None:
             self._watcher.stop(self._waiter)
-        self._waiter.node = self._node = None
+        self._waiter.close()
+        self._node = None
         self.worker.set_node(None)
         if self.controller is not None:
             self.controller._set_ring(None, None)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from . import lobby
 from .config import seconds, setting
 from .errors import DiscoError
-from .open_session import OpenSession, check_groups, close_finally, end_with_failure
+from .open_session import (
+    OpenSession,
+    check_groups,
+    close_finally,
+    end_with_failure,
+    started_locally,
+)
 from .rank import Rank
 from .sessions import Session
 
@@ -59,6 +65,11 @@ class MPISession(OpenSession):
     ) -> None:
         num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
         timeout = setting("TIMEOUT", None, seconds) if timeout is None else timeout
+        if started_locally():
+            raise DiscoError(
+                "«python -m spmd_disco -n» starts workers without MPI: open the session with "
+                "di.session() or ProcessSession, or start the job with mpirun and without -n"
+            )
         self._make_way()
         from mpi4py import MPI
 

@@ -28,7 +28,7 @@ __all__ = [
     "close_finally",
     "close_open_session",
     "end_with_failure",
-    "leave_report_to_launcher",
+    "started_locally",
 ]
 
 #: The program's handle to the session that was opened last; the program may drop it.
@@ -190,13 +190,18 @@ def close_open_session(
 #: Whether there were failures that nobody has observed, so that the exit status is to be 1.
 _failed = False
 _owner = 0
-_launcher_reports = False
+_started_locally = False
 
 
-def leave_report_to_launcher() -> None:
-    """Keep what is unobserved at the end for the launcher, which asks `close_open_session`."""
-    global _launcher_reports
-    _launcher_reports = True
+def started_locally(value: bool | None = None) -> bool:
+    """Return whether ``python -m spmd_disco -n`` runs the program, once that has been said.
+
+    The launcher then reports what is unobserved at the end: it asks `close_open_session`.
+    """
+    global _started_locally
+    if value is not None:
+        _started_locally = value
+    return _started_locally
 
 
 def close_at_exit() -> None:
@@ -219,7 +224,7 @@ def close_finally() -> None:
     error = close_open_session()
     if error is None:
         return
-    if _launcher_reports or lobby.current() is not None:
+    if _started_locally or lobby.current() is not None:
         _unobserved.append(error)  # the launcher reports, and sees to the exit status
         return
     print(f"spmd_disco: failures that nobody has observed: {error}", file=sys.stderr, flush=True)

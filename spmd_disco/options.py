@@ -15,6 +15,10 @@ Run a program on rank 0 of an MPI job, while the other ranks serve its sessions:
 
     mpirun -n 4 python -m spmd_disco app.py
 
+or, with -n and without any MPI, let its sessions start their workers on this machine:
+
+    python -m spmd_disco -n 4 app.py
+
 program:
   file.py            a Python file, or a folder or zip file with a __main__.py
   -m module          a module, as python -m runs it
@@ -23,6 +27,7 @@ program:
   args ...           what the program finds in sys.argv[1:]
 
 options:
+  -n N               start N workers (the program's process is one) instead of using MPI's ranks
   --num-groups N     groups of workers in sessions that do not say otherwise
   --no-prefix        no "[worker 2] " before the lines that worker functions print
   -i                 a prompt after the program, or without a program
@@ -65,6 +70,8 @@ class Options:
         The file, the module's name, or the code.
     args : list of str
         The program's own arguments.
+    num_workers : int or None
+        For sessions that start their workers.
     num_groups : int or None
     no_prefix, interactive, allow_singleton : bool
     """
@@ -73,21 +80,20 @@ class Options:
     kind: Literal["file", "module", "code", "stdin"] | None = None
     program: str = ""
     args: tuple[str, ...] = ()
+    num_workers: int | None = None
     num_groups: int | None = None
     no_prefix: bool = False
     interactive: bool = False
     allow_singleton: bool = False
 
 
-def _number_of_groups(text: str) -> int:
+def _number(option: str, text: str, also: str = "") -> int:
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise UsageError(
-            f"--num-groups {text}: a whole number from 1 is allowed, which divides the ranks"
-        )
+        raise UsageError(f"{option} {text}: a whole number from 1 is allowed{also}")
     return number
 
 
@@ -119,7 +125,11 @@ def parse(argv: Sequence[str]) -> Options:
                 if not rest:
                     raise UsageError("--num-groups needs a number, as in --num-groups 2")
                 value = rest.pop(0)
-            options.num_groups = _number_of_groups(value)
+            options.num_groups = _number("--num-groups", value, ", which divides the ranks")
+        elif arg[:2] == "-n":
+            if arg == "-n" and not rest:
+                raise UsageError("-n needs a number, as in -n 4")
+            options.num_workers = _number("-n", arg[2:] or rest.pop(0))
         elif arg[:2] in ("-m", "-c"):
             # As python has it: the value may be attached, and everything after it is the program's.
             options.kind = "module" if arg[:2] == "-m" else "code"

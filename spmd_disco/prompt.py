@@ -11,7 +11,7 @@ __all__ = ["interact"]
 
 
 class _Console(code.InteractiveConsole):
-    """Reads lines from standard input, which is a pipe under ``mpirun``."""
+    """Reads lines from a terminal, or from the pipe that standard input is under ``mpirun``."""
 
     def raw_input(self, prompt: str = "") -> str:
         if sys.stdin.isatty():
@@ -24,6 +24,19 @@ class _Console(code.InteractiveConsole):
         if not line:
             raise EOFError
         return line.removesuffix("\n")
+
+
+def _edit_lines(names: dict[str, Any]) -> None:
+    """Give `input` its editing, history and completion, as Python's own prompt has them."""
+    # Some builds of Python lack it.
+    with contextlib.suppress(ImportError):
+        import readline
+        import rlcompleter
+
+        readline.set_completer(rlcompleter.Completer(names).complete)
+        # The other library that may stand behind the module has a language of its own.
+        editline = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if editline else "tab: complete")
 
 
 def interact(names: dict[str, Any], banner: bool) -> SystemExit | None:
@@ -42,9 +55,7 @@ def interact(names: dict[str, Any], banner: bool) -> SystemExit | None:
         What ``exit()`` has raised; None at the end of file.
     """
     if sys.stdin.isatty():
-        # It gives input() its history and editing. Some builds of Python lack it.
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401
+        _edit_lines(names)
     text = ""
     if banner:
         text = (

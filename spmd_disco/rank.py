@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .lobby import Lobby
+    from .transport.ccl import CCL
 
 __all__ = ["Rank"]
 
@@ -47,9 +48,7 @@ class Rank(Member):
         if num_groups > 1:
             color = comm.rank // (comm.size // num_groups)
             group, user_group = self._split(data, color), self._split(user, color)
-        from .transport.mpi_ccl import MPICCL
-
-        self._ccl = MPICCL(data, group, self._waiter, num_groups=num_groups)
+        self._ccl = self._open_ccl(data, group, num_groups)
         self.info = WorkerInfo(
             worker_id=comm.rank,
             num_workers=comm.size,
@@ -145,6 +144,29 @@ class Rank(Member):
             logging.getLogger("spmd_disco").debug("MPI carries the commands: %s", why)
         else:
             self.use_node(node)
+
+    def _open_ccl(self, data: MPI.Intracomm, group: MPI.Intracomm, num_groups: int) -> CCL:
+        from .transport.ccl_choice import open_peer_ccl
+
+        try:
+            ccl, why = open_peer_ccl(
+                self._control.allgather,
+                data.rank,
+                data.size,
+                self._waiter,
+                num_groups=num_groups,
+                node=self._node,
+                memory=self.memory,
+            )
+        except BaseException:
+            self._free()
+            raise
+        if ccl is not None:
+            return ccl
+        from .transport.mpi_ccl import MPICCL
+
+        logging.getLogger("spmd_disco").debug("MPI moves the arrays: %s", why)
+        return MPICCL(data, group, self._waiter, num_groups=num_groups)
 
     def _open_controller(self) -> None:
         if self._node is not None:

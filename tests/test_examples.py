@@ -95,22 +95,25 @@ def test_the_reference_is_the_published_model(reference: np.ndarray) -> None:
     np.testing.assert_allclose(reference[:3] @ reference[:3].T, PUBLISHED, atol=6e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), (2, ()), (3, ()), (4, ()), (0, ("-n", "3"))], ids=str
+)
 def test_minilm_equals_the_unsharded_model(
     ranks: int,
+    options: tuple[str, ...],
     run_job: Callable[..., Any],
     text: pathlib.Path,
     reference: np.ndarray,
     tmp_path: pathlib.Path,
 ) -> None:
     out = tmp_path / "embeddings.npy"
-    job = run_job(ranks, "-m", "spmd_disco", MINILM, "--text", text, "--out", out)
+    job = run_job(ranks, "-m", "spmd_disco", *options, MINILM, "--text", text, "--out", out)
     assert job.status == 0, str(job)
     embeddings = np.load(out)
     assert embeddings.dtype == np.float32
     assert embeddings.shape == (len(SENTENCES), 384)
     np.testing.assert_allclose(embeddings, reference, rtol=0, atol=2e-5)
-    assert f"on {ranks} worker" in job.stdout, str(job)
+    assert f"on {ranks or 3} worker" in job.stdout, str(job)
     assert "0.666" in job.stdout, str(job)
 
 

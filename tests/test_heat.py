@@ -91,3 +91,10 @@ def test_refuses_fewer_rows_than_workers(run_job: Callable[..., Any]) -> None:
     assert job.status == 1, str(job)
     assert "heat.py: 3 workers need --size 5 or more" in job.stderr, str(job)
     assert "Traceback" not in job.stderr, str(job)
+
+
+def test_says_that_it_wants_mpi(run_job: Callable[..., Any]) -> None:
+    job = run_job(0, "-m", "spmd_disco", "-n", "2", HEAT)
+    assert job.status == 1, str(job)
+    assert "heat.py: its workers exchange rows by MPI: start it with mpirun" in job.stderr
+    assert "Traceback" not in job.stderr, str(job)

@@ -1,4 +1,4 @@
-"""`tests/mpi`, on 1, 2, 3 and 4 ranks."""
+"""`tests/mpi`, on 1, 2, 3 and 4 ranks; and the parts of it that depend on how, over MPI alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import pytest
 #: Seconds for one test, after which every rank shows where it is, and for all tests of one job.
 TEST_LIMIT = 60
 JOB_LIMIT = 900
+#: What the channel carries; the other tests are of the data plane, which does not know of it.
+CONTROL_PLANE = ("calls", "channel", "failures", "interrupts", "registers", "session")
 
 
-@pytest.mark.timeout(JOB_LIMIT + 60)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_mpi_suite(ranks: int, run_job: Callable[..., Any], request: pytest.FixtureRequest) -> None:
+def run_tests(
+    run_job: Callable[..., Any], request: pytest.FixtureRequest, ranks: int, *paths: str
+) -> None:
     job = run_job(
         ranks,
-        *("-m", "pytest", "tests/mpi", "--with-mpi", "--color=no", "-p", "no:cacheprovider"),
+        *("-m", "pytest", *paths, "--with-mpi", "--color=no", "-p", "no:cacheprovider"),
         *("-m", request.config.option.markexpr),
         # All ranks show their stacks before the first one ends itself and so the whole job.
         *("-o", f"faulthandler_timeout={TEST_LIMIT}"),
@@ -25,5 +27,24 @@ def test_mpi_suite(ranks: int, run_job: Callable[..., Any], request: pytest.Fixt
         limit=JOB_LIMIT,
     )
     if job.status != 0:
-        pytest.fail(f"tests/mpi on {ranks} ranks: {job}", pytrace=False)
+        pytest.fail(f"{' '.join(paths)} on {ranks} ranks: {job}", pytrace=False)
     print(job.stdout)
+
+
+@pytest.mark.timeout(JOB_LIMIT + 60)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_mpi_suite(ranks: int, run_job: Callable[..., Any], request: pytest.FixtureRequest) -> None:
+    run_tests(run_job, request, ranks, "tests/mpi")
+
+
+@pytest.mark.timeout(JOB_LIMIT + 60)
+@pytest.mark.parametrize("ranks", [3])
+def test_control_plane_over_mpi(
+    ranks: int,
+    run_job: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPMD_DISCO_CHANNEL", "mpi")
+    paths = [f"tests/mpi/test_{name}.py" for name in CONTROL_PLANE]
+    run_tests(run_job, request, ranks, *paths)

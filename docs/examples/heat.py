@@ -84,7 +84,11 @@ def draw(field: np.ndarray, steps: int, path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="heat.py", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="heat.py",
+        description=__doc__.split("\n", 1)[0],
+        epilog="Start it with: mpirun -n 4 python -m spmd_disco heat.py",
+    )
     parser.add_argument("--size", type=int, default=256, help="points along a side (256)")
     parser.add_argument("--steps", type=int, default=2000, help="time steps (2000)")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the field at the end")
@@ -96,6 +100,8 @@ def main() -> None:
     args, start = parse_arguments(), time.perf_counter()
     console = Console(file=sys.stderr)
     with di.session() as sess, Progress(console=console, disable=not console.is_terminal) as bar:
+        if isinstance(sess, di.ProcessSession):
+            sys.exit("heat.py: its workers exchange rows by MPI: start it with mpirun, see --help")
         least = sess.num_workers + 2
         if args.size < least:
             sys.exit(f"heat.py: {sess.num_workers} workers need --size {least} or more")

@@ -2,6 +2,8 @@
 
     mpirun -n 4 python -m spmd_disco docs/examples/minilm.py [--text FILE] [--out FILE.npy]
 
+or, without MPI, python -m spmd_disco -n 4 docs/examples/minilm.py.
+
 Every worker reads its own part of the weights: its share of the attention heads, its columns of the
 first feed-forward matrix, its rows of the two output matrices. Each half of a layer then takes one
 allreduce. The controller says what to do next; what is computed stays in the workers' registers.

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, final
+from typing import Any, Literal, TypedDict, final
 
 from typing_extensions import Buffer
 
@@ -655,3 +655,143 @@ class FastCall:
 
     def __init__(self, wrapped: Callable[..., Any], gets: bool = ..., /) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+@final
+class Cells:
+    """One worker's side of the arrivals, collectives and messages among the workers of a node.
+
+    The block is a segment of `required` bytes, zero at first, that all workers map. `describe` is
+    called with (operation, kind or -1, dtype, shape), and returns a signature of 120 bytes, a
+    digest of it, the bytes of an element and the dtype's code in reductions, or None where
+    operations on such arrays are not for the fast path. `kinds` has the numbers of reductions by
+    what users call them. `examples` are a contiguous float32 array of shape (3, 5) at `address`
+    and a read-only, transposed view of it. `spin` is in seconds.
+
+    Operations return how they ended: -1 nothing was done, as the arguments are not for the fast
+    path; 0 not yet, call `resume`; 1 done; 2 the members have come to different ones; 3 a member
+    will not come; 4 a member's process has ended in the middle.
+    """
+
+    def __new__(
+        cls,
+        block: Segment,
+        worker: int,
+        num_workers: int,
+        num_groups: int,
+        describe: Callable[[int, int, Any, Any], tuple[bytes, int, int, int] | None],
+        kinds: dict[object, int],
+        examples: tuple[Any, Any],
+        address: int,
+        spin: float,
+        node: Node | None,
+        pools: PoolTable | None,
+    ) -> Cells: ...
+    @classmethod
+    def required(cls, num_workers: int, num_groups: int, /) -> int: ...
+
+    # Operations on arrays that are ready for it.
+    def allreduce(self, send: Any, kind: Any, in_group: Any, recv: Any, /) -> int: ...
+    def allgather(self, send: Any, in_group: Any, recv: Any, /) -> int: ...
+    def broadcast(self, send: Any, in_group: Any, recv: Any, /) -> int: ...
+    def scatter(self, send: Any, in_group: Any, recv: Any, /) -> int: ...
+    def gather(self, send: Any, in_group: Any, recv: Any, /) -> int: ...
+    def start(
+        self,
+        operation: int,
+        kind: int,
+        in_group: bool,
+        signature: bytes,
+        digest: int,
+        code: int,
+        count: int,
+        nbytes: int,
+        send: int,
+        recv: int,
+        owners: object,
+        after: Callable[[], object] | None,
+        staged: bool,
+        /,
+    ) -> int:
+        """Begin an operation on contiguous memory at addresses, each member's part of `nbytes`.
+
+        `owners` is kept as long as the memory is used. `after` is called when the data has been
+        moved, before any handler of a signal runs; with `staged` it may `exchange` more.
+        """
+
+    def exchange(self, nbytes: int, send: int, recv: int, /) -> None:
+        """Gather `nbytes` more of each member on all of them.
+
+        Raises
+        ------
+        ConnectionError
+            A member's process has ended.
+        """
+
+    def resume(self) -> int:
+        """Look again whether the operation under way goes on."""
+
+    def abandon(self) -> None:
+        """Break the operation under way off; this worker's part is done if the others need it."""
+
+    # Messages.
+    def send(self, receiver: int, signature: bytes, address: int, nbytes: int, /) -> None: ...
+    def letter(self, sender: int, /) -> tuple[int, int, bytes] | Literal[False] | None:
+        """Return command, bytes and signature of the oldest message from `sender`.
+
+        None where one may still come, False where none will in this command.
+        """
+
+    def read(self, sender: int, address: int, nbytes: int, /) -> bool:
+        """Read on in that message, into so many bytes; return whether it is complete.
+
+        Raises
+        ------
+        ConnectionError
+            The sender's process has ended, and the message with it.
+        """
+
+    def drop(self, sender: int, /) -> None:
+        """Throw that message away."""
+
+    def pump(self) -> None:
+        """Move on messages that wait for room."""
+
+    # What this worker tells the others.
+    def begin(self, command: int, /) -> None: ...
+    def leave(self, command: int, /) -> None: ...
+    def fail(self, command: int, /) -> None: ...
+    def close(self, command: int, /) -> None: ...
+    def bury(self, worker: int, /) -> None:
+        """Say in its place that a worker's process has ended, so that nobody waits for it."""
+
+    # What the others have told.
+    def told(self) -> list[tuple[int, int, bool, int]]:
+        """Return for each worker the newest command that it has left and that has failed there.
+
+        And whether that failed only for a peer's sake, and the command with which it closed, 0, or
+        -1 where its process has ended.
+        """
+
+    def signatures(self, in_group: bool, /) -> bytes:
+        """Return the signatures of all members, one behind the other, after a mismatch."""
+
+    def withdrawn(self, in_group: bool, /) -> int | None:
+        """Return the worker that had come to the last operation and broke off, or that ended."""
+
+    #: Whether it reads the memory of the other processes, which the system may refuse. Set to
+    #: False, large operations on ordinary arrays go through the staging areas.
+    read_memory: bool
+
+    @property
+    def command(self) -> int: ...
+    @property
+    def last(self) -> tuple[int, int]:
+        """Operation and index of the last one."""
+
+    @property
+    def waiting(self) -> tuple[int, int, bool] | None:
+        """Operation, index and whether in the group of the one under way."""
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether messages wait for room."""

@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from .atomic import Step, run
 from .layout import Array, as_bytes
-from .reduce import Reduction, divide_dtype
+from .reduce import Reduction, divide_steps
 
-__all__ = ["Move", "Moves"]
+__all__ = ["Move", "Moves", "SmallMove"]
 
 #: The most bytes that one call is given as a plain count: not all MPIs take more than 2^31 - 1.
 MOST_BYTES = 1 << 30
@@ -71,6 +71,9 @@ class Move:
 
     __slots__ = ("detached", "done", "quiet", "steps")
 
+    #: Nothing travels with the records.
+    payload = None
+
     def __init__(
         self, steps: Sequence[Step], detached: Callable[[], Sequence[Step]], quiet: bool = True
     ) -> None:
@@ -79,7 +82,7 @@ class Move:
         self.quiet = quiet
         self.done: list[Any] = []
 
-    def run(self) -> None:
+    def run(self, payloads: Array) -> None:
         """Do it, unless it has been done."""
         if self.done:
             return
@@ -105,6 +108,50 @@ class Move:
         steps = self.detached()
         self.steps = steps
         self.detached = None
+
+
+class SmallMove:
+    """One operation whose data travels with the records of the arrival.
+
+    Parameters
+    ----------
+    payload : numpy.ndarray or None
+        What this member gives, as bytes.
+    finish : callable
+        Takes what all members gave, as rows of bytes, and puts the result in place.
+    quiet : bool
+        False where NumPy may warn about the values.
+    """
+
+    __slots__ = ("_finish", "payload", "quiet")
+
+    def __init__(
+        self, payload: Array | None, finish: Callable[[Array], None], quiet: bool = True
+    ) -> None:
+        self.payload = payload
+        self._finish: Callable[[Array], None] | None = finish
+        self.quiet = quiet
+
+    def run(self, payloads: Array) -> None:
+        """Do it, unless it has been done."""
+        finish = self._finish
+        if finish is None:
+            return
+        try:
+            if self.quiet:
+                finish(payloads)
+            else:
+                with np.errstate(all="ignore"):
+                    finish(payloads)
+        except MemoryError:
+            # The peers have gone on.
+            self._finish = None
+            raise
+        self._finish = None
+
+    def detach(self) -> None:
+        """Let go of the user's arrays; the peers need nothing more of this member."""
+        self._finish = None
 
 
 class Moves:
@@ -176,9 +223,7 @@ class Moves:
             self._reduce_by_mpi(how, send, recv, steps)
         else:
             self._reduce_by_parts(how, send, recv, steps)
-        if how.divide:
-            self._divide(how, recv, steps)
-        return steps
+        return steps + divide_steps(how, recv, self.size)
 
     def _reduce_by_mpi(self, how: Reduction, send: Array, recv: Array, steps: list[Step]) -> None:
         datatype = _mpi_type(how.work)
@@ -236,23 +281,3 @@ class Moves:
             steps.append(
                 partial(self.comm.Allgatherv, MPI.IN_PLACE, (as_bytes(target), sent, MPI.BYTE))
             )
-
-    def _divide(self, how: Reduction, recv: Array, steps: list[Step]) -> None:
-        if how.divide == "true":
-            steps.append(partial(np.divide, recv, how.work.type(self.size), recv))
-        elif how.work.kind == "m":
-            # NumPy truncates durations toward zero, and keeps NaT.
-            steps.append(partial(np.divide, recv, np.int64(self.size), recv))
-        else:
-            work = divide_dtype(how.work, self.size)
-            total = recv if work == how.work else np.empty(recv.shape, work)
-            rest = np.empty(recv.shape, work)
-            number = work.type(self.size)
-            if total is not recv:
-                steps.append(partial(total.__setitem__, Ellipsis, recv))
-            # The remainder that has the sign of the sum, as in C, leaves a multiple.
-            steps.append(partial(np.fmod, total, number, rest))
-            steps.append(partial(np.subtract, total, rest, total))
-            steps.append(partial(np.floor_divide, total, number, total))
-            if total is not recv:
-                steps.append(partial(recv.__setitem__, Ellipsis, total))

@@ -1,19 +1,19 @@
 """The data plane over MPI, for NumPy arrays.
 
 Every operation has two phases. *Arrive*: the members tell each other what they are about to do, by
-a polled exchange that any of them can break off (arrival.py, positions.py). *Move*: only when all
-have come to the same operation, by plain blocking MPI calls (moves.py). All that can raise comes
+a polled exchange that any of them can break off (arrival.py, positions.py), and which takes small
+data along. *Move*: only when all have come to the same operation, by plain blocking MPI calls
+(moves.py). All that can raise comes
 before the arrival; so nobody ever sits in an MPI call for a peer that does not come.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from mpi4py import MPI
 
-from ..errors import PeerError, SessionClosedError
+from ..errors import PeerError
 from .arrival import (
     Operation,
     State,
@@ -24,21 +24,20 @@ from .arrival import (
     signature,
 )
 from .atomic import try_lock
-from .ccl import CCL, ReduceKind
-from .layout import Array, copy_into, host_array
-from .moves import Move, Moves
+from .ccl import ReduceKind
+from .host_ccl import HostCCL
+from .layout import Array
+from .moves import Move, Moves, SmallMove
 from .p2p import Mailbox
-from .positions import Positions
+from .positions import Positions, payload_size
 from .prepare import (
     allreduce_move,
     broadcast_move,
-    check_parts,
     copy_move,
-    destination,
-    elements,
-    source_array,
+    small_allreduce,
+    small_copy,
 )
-from .reduce import reduction
+from .reduce import Reduction
 from .wait import Waiter
 
 __all__ = ["MPICCL"]
@@ -52,14 +51,15 @@ class _Members:
         #: None for a single member, who has nobody to arrive with.
         self.positions = positions
         self.size = moves.size
-        self.first = moves.rank == 0
+        #: How many bytes of each member travel with its record.
+        self.payload = payload_size(moves.size)
         self.where = where
         #: The command that the index counts in, and how many operations it has had.
         self.command = -1
         self.index = 0
 
 
-class MPICCL(CCL):
+class MPICCL(HostCCL):
     """Collectives and messages over MPI.
 
     Its `pump` is added to the waiter's hooks.
@@ -81,16 +81,12 @@ class MPICCL(CCL):
     def __init__(
         self, comm: MPI.Intracomm, group_comm: MPI.Intracomm, waiter: Waiter, *, num_groups: int
     ) -> None:
-        self.worker_id = comm.rank
-        self.num_workers = comm.size
-        self.num_groups = num_groups
-        self.group_size = comm.size // num_groups
+        super().__init__(comm.rank, comm.size, num_groups)
         self._waiter = waiter
         # Threads of the controller take turns by the session's lock, but a wait of any of them
         # may pump.
         self._lock = threading.RLock()
         self._command = 0
-        self._closed = False
         #: What is being waited for: (operation, its index, where), or the text itself.
         self._wait: tuple[Operation, int, str] | str | None = None
         #: Where an arrival is under way.
@@ -195,7 +191,7 @@ class MPICCL(CCL):
         operation: Operation,
         kind: ReduceKind | None,
         array: Array,
-        move: Move,
+        move: Move | SmallMove,
     ) -> None:
         """Do `move` when all members have come to the same operation on arrays like `array`.
 
@@ -274,164 +270,74 @@ class MPICCL(CCL):
     # Collectives ----------------------------------------------------------------------------------
 
     def _members_of(self, in_group: bool) -> _Members:
-        if self._closed:
-            raise SessionClosedError("the session has been shut down, and its collectives with it")
         return self._group if in_group else self._world
 
-    def allreduce(self, send: Any, kind: object, in_group: bool, recv: Any) -> None:
+    def _allreduce(
+        self, in_group: bool, kind: ReduceKind, how: Reduction, send: Array, recv: Array
+    ) -> None:
         members = self._members_of(in_group)
-        send = host_array(send, "send")
-        recv = destination(recv, "recv", send.dtype)
-        if type(kind) is not ReduceKind:
-            kind = ReduceKind.of(kind)
-        how = reduction(send.dtype, kind)
-        if send.size != recv.size:
-            raise ValueError(
-                f"allreduce: send has {elements(send)} and recv {elements(recv)}; they must be "
-                "as many"
-            )
-        if members.positions is None:
-            copy_into(recv, send)
-            return
         with self._lock:
-            self._arrive(
-                members,
-                Operation.ALLREDUCE,
-                kind,
-                send,
-                allreduce_move(members.moves, how, send, recv),
-            )
+            move: Move | SmallMove
+            if send.size * how.work.itemsize <= members.payload:
+                move = small_allreduce(how, members.size, send, recv)
+            else:
+                move = allreduce_move(members.moves, how, send, recv)
+            self._arrive(members, Operation.ALLREDUCE, kind, send, move)
 
-    def allgather(self, send: Any, in_group: bool, recv: Any) -> None:
+    def _allgather(self, in_group: bool, send: Array, recv: Array) -> None:
         members = self._members_of(in_group)
-        send = host_array(send, "send")
-        recv = destination(recv, "recv", send.dtype)
-        check_parts("allgather", "recv", recv, members.size, send, "every worker's send")
-        if members.positions is None:
-            copy_into(recv, send)
-            return
         with self._lock:
-            move = copy_move(members.moves.allgather, send, recv)
+            move: Move | SmallMove
+            if send.nbytes <= members.payload:
+                move = small_copy(send, recv, slice(None), send.nbytes, 0)
+            else:
+                move = copy_move(members.moves.allgather, send, recv)
             self._arrive(members, Operation.ALLGATHER, None, send, move)
 
-    def broadcast_from_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
+    def _broadcast(self, in_group: bool, send: Array | None, recv: Array) -> None:
         members = self._members_of(in_group)
-        recv = destination(recv, "recv")
-        if members.first:
-            send = source_array(send, "broadcast_from_worker0", recv)
-            if send.size != recv.size:
-                raise ValueError(
-                    f"broadcast_from_worker0: send has {elements(send)} and recv "
-                    f"{elements(recv)}; they must be as many"
-                )
-            if members.positions is None:
-                copy_into(recv, send)
-                return
-        else:
-            send = None
         with self._lock:
-            move = broadcast_move(members.moves, send, recv)
+            move: Move | SmallMove
+            if recv.nbytes <= members.payload:
+                move = small_copy(send, recv, slice(1), recv.nbytes, 0)
+            else:
+                move = broadcast_move(members.moves, send, recv)
             self._arrive(members, Operation.BROADCAST_FROM_WORKER0, None, recv, move)
 
-    def scatter_from_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
+    def _scatter(self, in_group: bool, send: Array | None, recv: Array) -> None:
         members = self._members_of(in_group)
-        recv = destination(recv, "recv")
-        if members.first:
-            send = source_array(send, "scatter_from_worker0", recv)
-            check_parts("scatter_from_worker0", "send", send, members.size, recv, "recv")
-            if members.positions is None:
-                copy_into(recv, send)
-                return
-        else:
-            send = None
         with self._lock:
-            move = copy_move(members.moves.scatter, send, recv)
+            move: Move | SmallMove
+            if members.size * recv.nbytes <= members.payload:
+                first = members.moves.rank * recv.nbytes
+                move = small_copy(send, recv, slice(1), recv.nbytes, first)
+            else:
+                move = copy_move(members.moves.scatter, send, recv)
             self._arrive(members, Operation.SCATTER_FROM_WORKER0, None, recv, move)
 
-    def gather_to_worker0(self, send: Any, in_group: bool, recv: Any) -> None:
+    def _gather(self, in_group: bool, send: Array, recv: Array | None) -> None:
         members = self._members_of(in_group)
-        send = host_array(send, "send")
-        if members.first:
-            recv = destination(recv, "recv", send.dtype)
-            check_parts("gather_to_worker0", "recv", recv, members.size, send, "send")
-            if members.positions is None:
-                copy_into(recv, send)
-                return
-        else:
-            recv = None
         with self._lock:
-            move = copy_move(members.moves.gather, send, recv)
+            move: Move | SmallMove
+            if send.nbytes <= members.payload:
+                move = small_copy(send, recv, slice(None), send.nbytes, 0)
+            else:
+                move = copy_move(members.moves.gather, send, recv)
             self._arrive(members, Operation.GATHER_TO_WORKER0, None, send, move)
 
     # Point to point -------------------------------------------------------------------------------
 
-    def _other(self, worker: Any, what: str) -> int:
-        """Return `worker` as the id of another worker."""
-        if isinstance(worker, bool) or not hasattr(worker, "__index__"):
-            raise TypeError(f"{what} must be an integer, not {worker!r}")
-        number = int(worker.__index__())
-        if not 0 <= number < self.num_workers:
-            raise ValueError(
-                f"{what} is {number}; allowed are the ids of the workers, 0 to "
-                f"{self.num_workers - 1}"
-            )
-        if number == self.worker_id:
-            raise ValueError(
-                f"{what} is {number}, this worker itself; allowed are the ids of the others"
-            )
-        return number
-
-    def _send(self, buffer: Any, worker: int) -> None:
-        buffer = host_array(buffer, "buffer")
+    def _send(self, buffer: Array, worker: int) -> None:
         with self._lock:
             self._mailbox.send(worker, self._command, buffer)
 
-    def _receive(self, buffer: Any, worker: int, name: str) -> None:
-        buffer = destination(buffer, "buffer")
+    def _receive(self, buffer: Array, worker: int, name: str) -> None:
         with self._lock:
             self._wait = f"{name} from worker {worker}"
             try:
                 self._mailbox.receive(worker, self._command, buffer, self._what)
             finally:
                 self._wait = None
-
-    def send_to_worker(self, buffer: Any, receiver_id: int) -> None:
-        self._members_of(False)
-        self._send(buffer, self._other(receiver_id, "receiver_id"))
-
-    def recv_from_worker(self, buffer: Any, sender_id: int) -> None:
-        self._members_of(False)
-        self._receive(buffer, self._other(sender_id, "sender_id"), "recv_from_worker")
-
-    def recv_from_worker0(self, buffer: Any) -> None:
-        self._members_of(False)
-        if self.worker_id != 0:
-            self._receive(buffer, 0, "recv_from_worker0")
-
-    def send_to_next_group(self, buffer: Any) -> None:
-        self._members_of(False)
-        receiver = self.worker_id + self.group_size
-        if receiver >= self.num_workers:
-            raise ValueError(
-                f"send_to_next_group: worker {self.worker_id} is in the last of "
-                f"{self.num_groups} groups, which has no next one; allowed in all groups before it"
-            )
-        self._send(buffer, receiver)
-
-    def recv_from_prev_group(self, buffer: Any) -> None:
-        self._members_of(False)
-        sender = self.worker_id - self.group_size
-        if sender < 0:
-            raise ValueError(
-                f"recv_from_prev_group: worker {self.worker_id} is in the first of "
-                f"{self.num_groups} groups, which has no previous one; allowed in all groups "
-                "after it"
-            )
-        self._receive(buffer, sender, "recv_from_prev_group")
-
-    def sync_worker(self) -> None:
-        # Nothing is queued: every operation on the host is done when it returns.
-        return
 
     # The end --------------------------------------------------------------------------------------
 

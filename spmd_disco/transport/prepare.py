@@ -1,6 +1,6 @@
-"""From a collective's arguments to a move: the checks, and arrays of any layout and dtype.
+"""From a collective's arguments, which have been checked, to a move: arrays of any layout.
 
-All that can raise in an operation happens here, before the arrival.
+All that can raise in an operation happens here at the latest, before the arrival.
 """
 
 from __future__ import annotations
@@ -11,71 +11,17 @@ from typing import Any
 import numpy as np
 
 from .atomic import Step
-from .layout import Array, check_destination, host_array, overlapping, packed, same_memory, unpack
-from .moves import Move, Moves
-from .reduce import Reduction
+from .layout import Array, as_bytes, overlapping, packed, same_memory, unpack
+from .moves import Move, Moves, SmallMove
+from .reduce import Reduction, divide_steps
 
 __all__ = [
     "allreduce_move",
     "broadcast_move",
-    "check_parts",
     "copy_move",
-    "destination",
-    "elements",
-    "source_array",
+    "small_allreduce",
+    "small_copy",
 ]
-
-# Checks -------------------------------------------------------------------------------------------
-
-
-def destination(x: Any, what: str, dtype: np.dtype[Any] | None = None) -> Array:
-    """Return `x` as an array that can be written, of `dtype` where one is given."""
-    array = host_array(x, what)
-    check_destination(array, what)
-    if dtype is not None and array.dtype != dtype:
-        _refuse_dtypes(dtype, array.dtype)
-    return array
-
-
-def source_array(x: Any, operation: str, recv: Array) -> Array:
-    """Return worker 0's `send` as an array, of the dtype of `recv`."""
-    if x is None:
-        raise TypeError(f"{operation}: send is None on worker 0, whose array is the source")
-    array = host_array(x, "send")
-    if array.dtype != recv.dtype:
-        _refuse_dtypes(array.dtype, recv.dtype)
-    return array
-
-
-def _refuse_dtypes(send: np.dtype[Any], recv: np.dtype[Any]) -> None:
-    raise TypeError(
-        f"send has dtype {send} and recv {recv}; they must be equal: convert one with astype"
-    )
-
-
-def elements(x: Array) -> str:
-    """Say how many elements `x` has, and its shape."""
-    return f"{x.size} element{'' if x.size == 1 else 's'} {x.shape}"
-
-
-def check_parts(
-    operation: str, whole_name: str, whole: Array, parts: int, part: Array, part_name: str
-) -> None:
-    """Check that `whole` is as large as `parts` arrays like `part`."""
-    if whole.size % parts:
-        raise ValueError(
-            f"{operation}: {whole_name} has {elements(whole)}, which cannot be divided evenly "
-            f"among {parts} workers"
-        )
-    if whole.size != parts * part.size:
-        raise ValueError(
-            f"{operation}: {whole_name} has {elements(whole)}, and {part_name} "
-            f"{elements(part)}; with {parts} workers {whole_name} must have "
-            f"{parts * part.size}"
-        )
-
-
-# Moves from arrays of any layout ------------------------------------------------------------------
 
 
 def allreduce_move(moves: Moves, how: Reduction, send: Array, recv: Array) -> Move:
@@ -144,3 +90,69 @@ def broadcast_move(moves: Moves, send: Array | None, recv: Array) -> Move:
         buffer = np.empty(recv.shape, recv.dtype)
         after = [unpack(recv, buffer)]
     return Move([*moves.broadcast(buffer), *after], lambda: moves.broadcast(buffer.copy()))
+
+
+# Small operations ---------------------------------------------------------------------------------
+
+
+def small_allreduce(how: Reduction, members: int, send: Array, recv: Array) -> SmallMove:
+    """Prepare a reduction of data that travels with the records: every member does all of it.
+
+    It is in the order of the members, so that all get the same bits.
+    """
+    work = how.work
+    boolean = work == np.uint8 and send.dtype == np.bool_
+    with np.errstate(all="ignore"):
+        given = packed(send).view(np.uint8) if boolean else packed(send, work)
+    payload = as_bytes(given)
+    size = payload.size
+    target = recv
+    after: list[Step] = []
+    if not recv.flags.c_contiguous or (recv.dtype != work and not boolean):
+        target = np.empty(recv.shape, work)
+        after = [unpack(recv, target)]
+    flat = target.reshape(-1)
+    if boolean:
+        flat = flat.view(np.uint8)
+    reduce = getattr(np, how.ufunc).reduce
+    after = divide_steps(how, flat, members) + after
+
+    def finish(payloads: Array) -> None:
+        reduce(payloads[:, :size].view(work), 0, None, flat)
+        for step in after:
+            step()
+
+    return SmallMove(payload, finish, quiet=False)
+
+
+def small_copy(
+    send: Array | None, recv: Array | None, parts: slice, nbytes: int, first: int
+) -> SmallMove:
+    """Prepare a move of bytes that travel with the records.
+
+    Parameters
+    ----------
+    send, recv : array or None
+        What this member gives and takes, if anything.
+    parts : slice
+        Of which members it takes something.
+    nbytes : int
+        How much of each.
+    first : int
+        Where in what they give that begins.
+    """
+    payload = None if send is None else as_bytes(packed(send))
+    target = recv
+    after: list[Step] = []
+    if recv is not None and not recv.flags.c_contiguous:
+        target = np.empty(recv.shape, recv.dtype)
+        after = [unpack(recv, target)]
+    into = None if target is None or nbytes == 0 else as_bytes(target).reshape(-1, nbytes)
+
+    def finish(payloads: Array) -> None:
+        if into is not None:
+            into[...] = payloads[parts, first : first + nbytes]
+        for step in after:
+            step()
+
+    return SmallMove(payload, finish)

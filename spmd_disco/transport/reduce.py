@@ -8,15 +8,17 @@ each implementation, and it has no average.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
+from .atomic import Step
 from .ccl import ReduceKind
+from .layout import Array
 
-__all__ = ["Reduction", "divide_dtype", "reduction"]
+__all__ = ["Reduction", "divide_dtype", "divide_steps", "reduction"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -121,3 +123,29 @@ def divide_dtype(work: np.dtype[Any], members: int) -> np.dtype[Any]:
     if work.kind in "iu" and members > np.iinfo(work).max:
         return np.dtype(np.int64)
     return work
+
+
+def divide_steps(how: Reduction, total: Array, members: int) -> list[Step]:
+    """Return the steps that make averages of the sums in `total`, where `how` asks for that."""
+    steps: list[Step] = []
+    if how.divide is None:
+        return steps
+    if how.divide == "true":
+        steps.append(partial(np.divide, total, how.work.type(members), total))
+    elif how.work.kind == "m":
+        # NumPy truncates durations toward zero, and keeps NaT.
+        steps.append(partial(np.divide, total, np.int64(members), total))
+    else:
+        work = divide_dtype(how.work, members)
+        sums = total if work == how.work else np.empty(total.shape, work)
+        rest = np.empty(total.shape, work)
+        number = work.type(members)
+        if sums is not total:
+            steps.append(partial(sums.__setitem__, Ellipsis, total))
+        # The remainder that has the sign of the sum, as in C, leaves a multiple.
+        steps.append(partial(np.fmod, sums, number, rest))
+        steps.append(partial(np.subtract, sums, rest, sums))
+        steps.append(partial(np.floor_divide, sums, number, sums))
+        if sums is not total:
+            steps.append(partial(total.__setitem__, Ellipsis, sums))
+    return steps

@@ -80,6 +80,11 @@ class Waiter:
         """Take back `add_hook`, if it was called."""
         self._hooks = [h for h in self._hooks if h != hook]
 
+    def close(self) -> None:
+        """Let go of the hooks, and of the memory with the doorbell."""
+        self._hooks = []
+        self.node = None
+
     def until(
         self,
         ready: Callable[[], T | None],

@@ -65,6 +65,8 @@ def test_info(ranks, mpi, run, alone):
     assert shown["control"].startswith(
         ("nothing", "ring" if native.available() else "mpi")[ranks > 0]
     )
+    plane = "peer" if native.available() else "mpi"
+    assert shown["data (CCL)"].startswith(("nothing", plane)[ranks > 0])
     assert shown["peer memory"].startswith("none") == (not (ranks and native.available()))
     assert len(ended.lines) <= 24
 
@@ -75,6 +77,7 @@ def test_info_without_what_is_native(run):
     assert (ended.status, ended.err) == (0, "")
     assert re.search("^native module +switched off by SPMD_DISCO_NATIVE$", ended.out, re.MULTILINE)
     assert re.search("^control +none: SPMD_DISCO_CHANNEL=ring, but ", ended.out, re.MULTILINE)
+    assert re.search(r"^data \(CCL\) +mpi ", ended.out, re.MULTILINE)
     assert re.search("^peer memory +none ", ended.out, re.MULTILINE)
 
 

@@ -4,6 +4,12 @@
 
 Rank 0 prints the progress, the other ranks only what failed there. After each test the ranks
 compare what became of it, so that a failure on one rank is a failure on all, and all stop together.
+
+Tests that ask for `sess` know nothing of MPI. Without it, in one process,
+
+    TEST_WORKERS=4 python -m pytest -p no:pytest_mpi tests/mpi
+
+runs these over a ProcessSession.
 """
 
 from __future__ import annotations
@@ -16,6 +22,9 @@ import pytest
 from mpi4py import MPI
 
 import spmd_disco as di
+
+#: The workers of the ProcessSession that takes the place of MPI's ranks; 0 under mpiexec.
+WORKERS = int(os.environ.get("TEST_WORKERS", "0"))
 
 # ------------------------------------------------------------------ reports, and keeping in step
 
@@ -80,6 +89,8 @@ class InStep:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the reports: pytest's own on rank 0, only failures elsewhere."""
+    if WORKERS:
+        return
     if MPI.COMM_WORLD.size > 1:
         config.pluginmanager.register(InStep())
     if MPI.COMM_WORLD.rank > 0:
@@ -109,11 +120,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "sess" not in names:
         return None
     num_groups = pyfuncitem.funcargs.get("num_groups", 1)
-    size = MPI.COMM_WORLD.size
+    size = WORKERS or MPI.COMM_WORLD.size
     if size % num_groups:
-        pytest.skip(f"{size} ranks cannot be split into {num_groups} groups")
-    with di.MPISession(MPI.COMM_WORLD, num_groups=num_groups) as sess:
+        pytest.skip(f"{size} workers cannot be split into {num_groups} groups")
+    if WORKERS:
+        opened: di.Session = di.ProcessSession(WORKERS, num_groups)
+    else:
+        opened = di.MPISession(MPI.COMM_WORLD, num_groups=num_groups)
+    with opened as sess:
         if sess is not None:
             args = {name: pyfuncitem.funcargs[name] for name in names}
             pyfuncitem.obj(**(args | {"sess": sess}))
     return True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without MPI, leave out what needs it."""
+    if not WORKERS:
+        return
+    kept, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("mpi")
+        needed = 1 if mark is None else mark.kwargs.get("min_size", 1)
+        fits = (
+            "sess" in getattr(item, "fixturenames", ())
+            and item.get_closest_marker("communicators") is None
+            and needed <= WORKERS
+        )
+        (kept if fits else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept

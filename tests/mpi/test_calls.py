@@ -389,6 +389,7 @@ def test_handles_die_in_other_threads(sess):
     assert max(registers_of_all(sess)) <= before - 290
 
 
+@pytest.mark.communicators
 def test_who_a_worker_is(sess):
     def info():
         w = di.get_worker()

@@ -10,13 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from data_planes import make_ccl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spmd_disco.errors import PeerError, SessionClosedError
 from spmd_disco.transport.ccl import ReduceKind
-from spmd_disco.transport.mpi_ccl import MPICCL
+from spmd_disco.transport.host_ccl import HostCCL
 from spmd_disco.transport.wait import Waiter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -33,16 +34,16 @@ class Plane:
         self.comm = WORLD.Dup()
         self.group_size = SIZE // groups
         self.group_comm = self.comm if groups == 1 else self.comm.Split(ME // self.group_size)
-        self.ccl = MPICCL(self.comm, self.group_comm, Waiter(30), num_groups=groups)
+        self.ccl = make_ccl(self.comm, self.group_comm, Waiter(30), num_groups=groups)
         self.number = 0
 
-    def begin(self) -> MPICCL:
+    def begin(self) -> HostCCL:
         self.number += 1
         self.ccl.begin(self.number)
         return self.ccl
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[MPICCL]:
+    def failing(self) -> Iterator[HostCCL]:
         """A command that fails on this worker alone or on all, as the block says."""
         ccl = self.begin()
         try:
@@ -406,7 +407,7 @@ def test_mismatch_raises_on_all_and_moves_nothing(plane: Plane, what: str, in_gr
     assert (out == len(members)).all()
 
 
-def wait_idle(ccl: MPICCL) -> None:
+def wait_idle(ccl: HostCCL) -> None:
     """Wait for all workers as for the next command."""
     ccl._waiter.until(WORLD.Ibarrier().Test, lambda: "the next command", idle=True)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_planes import make_ccl
 from mpi4py import MPI
 
 from spmd_disco.errors import DiscoTimeout, PeerError
-from spmd_disco.transport.mpi_ccl import MPICCL
+from spmd_disco.transport.host_ccl import HostCCL
 from spmd_disco.transport.wait import Waiter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -70,7 +71,7 @@ def striker() -> Iterator[Striker]:
     striker.close()
 
 
-def work(ccl: MPICCL, number: int, worker: int, size: int) -> None:
+def work(ccl: HostCCL, number: int, worker: int, size: int) -> None:
     ids = np.arange(size)
     send = np.full((3, 4), number * size + worker, np.int64)
     recv = np.zeros((4, 3), np.int64).T
@@ -102,7 +103,7 @@ def test_raising_signal_handlers(groups: int, striker: Striker) -> None:
     comm, control = world.Dup(), world.Dup()
     group_comm = comm if groups == 1 else comm.Split(worker // (size // groups))
     waiter = Waiter(60)
-    ccl = MPICCL(comm, group_comm, waiter, num_groups=groups)
+    ccl = make_ccl(comm, group_comm, waiter, num_groups=groups)
     number = 0
     for _ in range(20):
         for _ in range(30):
@@ -143,7 +144,7 @@ def test_time_limit(striker: Striker) -> None:
     size, worker = world.size, world.rank
     comm = world.Dup()
     waiter = Waiter(0.05)
-    ccl = MPICCL(comm, comm, waiter, num_groups=1)
+    ccl = make_ccl(comm, comm, waiter, num_groups=1)
     ccl.begin(1)
     array = np.full(10, float(worker))
     if worker == 0 and size > 1:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import pytest
+from data_planes import make_ccl
 from mpi4py import MPI
 
 from spmd_disco.errors import PeerError
-from spmd_disco.transport.mpi_ccl import MPICCL
+from spmd_disco.transport.host_ccl import HostCCL
 from spmd_disco.transport.wait import Waiter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(60)]
@@ -31,10 +32,10 @@ class Worker:
         if self.groups > 1:
             self.group_comm = self.comm.Split(ME // (SIZE // self.groups))
         self.waiter = Waiter(20)
-        self.ccl = MPICCL(self.comm, self.group_comm, self.waiter, num_groups=self.groups)
+        self.ccl = make_ccl(self.comm, self.group_comm, self.waiter, num_groups=self.groups)
         self.number = 0
 
-    def begin(self) -> MPICCL:
+    def begin(self) -> HostCCL:
         self.number += 1
         self.ccl.begin(self.number)
         return self.ccl
@@ -220,7 +221,7 @@ def test_waiting_and_outstanding(worker: Worker) -> None:
     assert ccl.waiting is None
     if ME == 0:
         ccl.send_to_worker(np.zeros(3_000_000), 1)
-        assert ccl.outstanding
+        assert ccl.outstanding or ccl.name == "peer"
     seen = []
 
     def see(idle: bool) -> None:
@@ -228,7 +229,7 @@ def test_waiting_and_outstanding(worker: Worker) -> None:
             seen.append(ccl.waiting)
 
     if ME == 1:
-        end = MPI.Wtime() + 0.02
+        end = MPI.Wtime() + 0.2
         worker.waiter.until(lambda: MPI.Wtime() > end, lambda: "nothing")
     else:
         worker.waiter.add_hook(see)
@@ -260,7 +261,7 @@ def test_many_sessions() -> None:
     """Communicators and persistent requests are given back."""
     for _ in range(100):
         comm = WORLD.Dup()
-        ccl = MPICCL(comm, comm, Waiter(20), num_groups=1)
+        ccl = make_ccl(comm, comm, Waiter(20), num_groups=1)
         ccl.begin(1)
         ccl.allreduce(np.ones(1), "sum", True, out := np.zeros(1))
         assert out == SIZE

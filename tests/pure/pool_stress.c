@@ -1,4 +1,4 @@
-/* Threads that allocate, fill, hand over and free blocks of one pool, to be run under a sanitizer. */
+/* Threads that allocate, fill, hand over and free blocks of one pool, under a sanitizer. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

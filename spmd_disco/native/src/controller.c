@@ -55,6 +55,17 @@ forget_dead(ControllerState *self, size_t count)
     memmove(self->dead, self->dead + count, self->dead_count * sizeof *self->dead);
 }
 
+/* Drops the first so many dead registers on worker 0, too. More may die by that. */
+static int
+drop_dead(ControllerState *self, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (worker_drop(self->worker, self->dead[i]) < 0)
+            return -1;
+    forget_dead(self, count);
+    return 0;
+}
+
 static PyObject *
 controller_forget_dead(ControllerState *self, PyObject *count)
 {
@@ -258,10 +269,8 @@ publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t dead, 
     if (PyObject_SetAttr(self->interrupts, str_hit, Py_False) < 0)
         return -1;
     PyObject *error = NULL;
-    if (publish(self, buffer, call->number) == 0) {
-        forget_dead(self, dead);
+    if (publish(self, buffer, call->number) == 0 && drop_dead(self, dead) == 0)
         error = run_own_half(self, call, digest);
-    }
     if (error == NULL) {
         recover(self, buffer, call->number);
         return -1;
@@ -392,11 +401,9 @@ tell_locked(ControllerState *self, int action, uint64_t id, long target)
         memcpy(to + sizeof head, self->dead, 8 * dead);
         self->submitting = 1;
         done = publish(self, &buffer, number);
-        for (size_t i = 0; i < dead && done == 0; i++)
-            done = worker_drop(self->worker, self->dead[i]);
         if (done == 0)
-            forget_dead(self, dead);
-        else
+            done = drop_dead(self, dead);
+        if (done < 0)
             recover(self, &buffer, number);
         self->submitting = 0;
     }

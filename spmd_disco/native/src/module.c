@@ -17,6 +17,7 @@ execute(PyObject *module)
         add_copy,
         add_orphan,
         add_pool,
+        add_cells,
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (parts[i](module) < 0)

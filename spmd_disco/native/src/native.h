@@ -43,5 +43,6 @@ int add_reduce(PyObject *module);
 int add_copy(PyObject *module);
 int add_orphan(PyObject *module);
 int add_pool(PyObject *module);
+int add_cells(PyObject *module);
 
 #endif

@@ -236,7 +236,8 @@ find_backed(struct Pool *pool, size_t pages)
             best = s;
     if (best != NULL)
         return best;
-    for (unsigned i = (bin + 1) / 64, shift = (bin + 1) % 64; i < (BINS + 63) / 64; i++, shift = 0) {
+    unsigned shift = (bin + 1) % 64;
+    for (unsigned i = (bin + 1) / 64; i < (BINS + 63) / 64; i++, shift = 0) {
         uint64_t filled = pool->filled[i] >> shift << shift;
         if (filled)
             return pool->bins[i * 64 + (unsigned)__builtin_ctzll(filled)];

@@ -127,7 +127,8 @@ pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_ssize_t cap;
     PyObject *limits = NULL;
     static char *names[] = {"", "limits", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|O!:Pool", names, &cap, &PyTuple_Type, &limits))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|O!:Pool", names, &cap, &PyTuple_Type,
+                                     &limits))
         return NULL;
     if (cap < 0) {
         PyErr_Format(PyExc_ValueError, "a pool has 0 bytes or more, not %zd", cap);
@@ -145,8 +146,8 @@ pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     for (Py_ssize_t i = 0; limits != NULL && i < PyTuple_GET_SIZE(limits); i++) {
         const char *usage, *statistics;
         Py_ssize_t limit;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(limits, i), "ssn;a limit is (path of the usage, path "
-                              "of the statistics, bytes)", &usage, &statistics, &limit)) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(limits, i), "ssn;a limit is (path of the usage, "
+                              "path of the statistics, bytes)", &usage, &statistics, &limit)) {
             Py_DECREF(self);
             return NULL;
         }
