@@ -761,6 +761,9 @@ class Cells:
     def leave(self, command: int, /) -> None: ...
     def fail(self, command: int, /) -> None: ...
     def close(self, command: int, /) -> None: ...
+    def release(self) -> None:
+        """Give the memory back. Only `begin` and the like are harmless from then on."""
+
     def bury(self, worker: int, /) -> None:
         """Say in its place that a worker's process has ended, so that nobody waits for it."""
 
@@ -795,3 +798,7 @@ class Cells:
     @property
     def outstanding(self) -> bool:
         """Whether messages wait for room."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether messages lie in this worker's memory that have not been read."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -106,7 +106,7 @@ class Mailbox:
         self._gone = [Record(State.LEFT, 0, -1)] * self.size
         #: The newest command for which each worker has asked and has no answer.
         self._asked: dict[int, int] = {}
-        self._failed: dict[int, None] = {}
+        self._failed: OrderedDict[int, None] = OrderedDict()
         self._left = -1
         self._ended: list[bool] = []
         self._ends: set[int] = set()
@@ -293,7 +293,7 @@ class Mailbox:
         """Note that `command` failed here: its messages are void, and who asks is told."""
         self._failed[command] = None
         if len(self._failed) > MOST_FAILED:
-            del self._failed[next(iter(self._failed))]
+            self._failed.popitem(last=False)
         self._left = max(self._left, command)
         if self._asked:
             self.answer(self._left)

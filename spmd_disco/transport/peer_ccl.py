@@ -142,7 +142,7 @@ class PeerCCL(HostCCL):
 
     @property
     def outstanding(self) -> bool:
-        return bool(self._cells.outstanding)
+        return not self._closed and bool(self._cells.outstanding)
 
     def pump(self, idle: bool) -> None:
         if self._closed:
@@ -162,14 +162,17 @@ class PeerCCL(HostCCL):
         finally:
             self._wait = None
         self._closed = True
+        # Sessions are cycles of references, which would keep the memory for long.
+        self._cells.release()
 
     def _emptied(self) -> bool:
-        if self._cells.outstanding:
-            self._cells.pump()
-        return not self._cells.outstanding
+        self._cells.pump()
+        return not self._cells.outstanding and not self._cells.lends
 
     def bury(self, worker: int) -> None:
         """Take note that the process of a worker has ended, so that nobody waits for it."""
+        if self._closed:
+            return
         self._cells.bury(worker)
 
     # Waiting --------------------------------------------------------------------------------------

@@ -776,10 +776,25 @@ cells_scatter(CellsObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 /* Everything else ------------------------------------------------------------------------------ */
 
+/* Whether the memory has been given back; what is called then anyway does nothing. */
+static inline bool
+released(const CellsObject *self)
+{
+    return self->block == NULL;
+}
+
+static PyObject *
+refuse_released(void)
+{
+    return PyErr_Format(PyExc_RuntimeError, "the data plane has been closed");
+}
+
 /* begin(command): this worker starts it, and so has left all before. */
 static PyObject *
 cells_begin(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     long long command = PyLong_AsLongLong(arg);
     if (command == -1 && PyErr_Occurred())
         return NULL;
@@ -795,6 +810,8 @@ cells_begin(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_leave(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     long long command = PyLong_AsLongLong(arg);
     if (command == -1 && PyErr_Occurred())
         return NULL;
@@ -806,6 +823,8 @@ cells_leave(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_fail(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     long long command = PyLong_AsLongLong(arg);
     if (command == -1 && PyErr_Occurred())
         return NULL;
@@ -819,6 +838,8 @@ cells_fail(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_close(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     long long command = PyLong_AsLongLong(arg);
     if (command == -1 && PyErr_Occurred())
         return NULL;
@@ -834,6 +855,8 @@ cells_close(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_bury(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        return refuse_released();
     long worker = PyLong_AsLong(arg);
     if (worker == -1 && PyErr_Occurred())
         return NULL;
@@ -849,6 +872,8 @@ cells_bury(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_resume(CellsObject *self, PyObject *unused)
 {
+    if (released(self))
+        return refuse_released();
     if (self->op.stage == CELLS_IDLE || self->busy)
         return PyErr_Format(PyExc_RuntimeError, "no operation is under way in this thread");
     int verdict = run(self, 0);
@@ -858,6 +883,8 @@ cells_resume(CellsObject *self, PyObject *unused)
 static PyObject *
 cells_abandon(CellsObject *self, PyObject *unused)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     if (!self->busy && self->op.stage != CELLS_IDLE && abandon(self) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -868,6 +895,8 @@ cells_abandon(CellsObject *self, PyObject *unused)
 static PyObject *
 cells_start(CellsObject *self, PyObject *args)
 {
+    if (released(self))
+        return refuse_released();
     int operation, kind, in_group, code, staged;
     const char *signature;
     Py_ssize_t length, count, bytes;
@@ -903,6 +932,8 @@ cells_start(CellsObject *self, PyObject *args)
 static PyObject *
 cells_exchange(CellsObject *self, PyObject *args)
 {
+    if (released(self))
+        return refuse_released();
     Py_ssize_t bytes;
     unsigned long long send, recv;
     if (!PyArg_ParseTuple(args, "nKK:exchange", &bytes, &send, &recv))
@@ -930,6 +961,8 @@ cells_exchange(CellsObject *self, PyObject *args)
 static PyObject *
 cells_signatures(CellsObject *self, PyObject *in_group)
 {
+    if (released(self))
+        return refuse_released();
     int truth = PyObject_IsTrue(in_group);
     if (truth < 0)
         return NULL;
@@ -941,6 +974,8 @@ cells_signatures(CellsObject *self, PyObject *in_group)
 static PyObject *
 cells_told(CellsObject *self, PyObject *unused)
 {
+    if (released(self))
+        return refuse_released();
     PyObject *list = PyList_New(self->num_workers);
     for (int w = 0; list != NULL && w < self->num_workers; w++) {
         struct cells_worker *worker = self->world.peers[w].worker;
@@ -959,6 +994,8 @@ cells_told(CellsObject *self, PyObject *unused)
 static PyObject *
 cells_withdrawn(CellsObject *self, PyObject *in_group)
 {
+    if (released(self))
+        return refuse_released();
     int truth = PyObject_IsTrue(in_group);
     if (truth < 0)
         return NULL;
@@ -974,6 +1011,8 @@ cells_withdrawn(CellsObject *self, PyObject *in_group)
 static PyObject *
 cells_send(CellsObject *self, PyObject *args)
 {
+    if (released(self))
+        return refuse_released();
     int receiver;
     const char *signature;
     Py_ssize_t length, bytes;
@@ -1004,6 +1043,8 @@ cells_send(CellsObject *self, PyObject *args)
 static PyObject *
 cells_letter(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        return refuse_released();
     long sender = PyLong_AsLong(arg);
     if (sender == -1 && PyErr_Occurred())
         return NULL;
@@ -1032,6 +1073,8 @@ cells_letter(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_read(CellsObject *self, PyObject *args)
 {
+    if (released(self))
+        return refuse_released();
     int sender;
     unsigned long long address;
     Py_ssize_t bytes;
@@ -1058,6 +1101,8 @@ cells_read(CellsObject *self, PyObject *args)
 static PyObject *
 cells_drop(CellsObject *self, PyObject *arg)
 {
+    if (released(self))
+        return refuse_released();
     long sender = PyLong_AsLong(arg);
     if (sender == -1 && PyErr_Occurred())
         return NULL;
@@ -1070,9 +1115,11 @@ cells_drop(CellsObject *self, PyObject *arg)
 static PyObject *
 cells_pump(CellsObject *self, PyObject *unused)
 {
+    if (released(self))
+        Py_RETURN_NONE;
     if (self->busy)
         Py_RETURN_NONE;
-    for (int w = 0; w < self->num_workers && self->mail.queued > 0; w++)
+    for (int w = 0; w < self->num_workers && self->mail.queued + self->mail.lent > 0; w++)
         if (atomic_load_explicit(&self->world.peers[w].worker->closed, memory_order_relaxed))
             mail_forget(&self->mail, w);
     mail_pump(&self->mail, self->node);
@@ -1083,6 +1130,13 @@ static PyObject *
 cells_get_outstanding(CellsObject *self, void *closure)
 {
     return PyBool_FromLong(self->mail.queued > 0);
+}
+
+/* Whether some message has not been read by its receiver, and this worker's memory is needed. */
+static PyObject *
+cells_get_lends(CellsObject *self, void *closure)
+{
+    return PyBool_FromLong(self->mail.lent > 0);
 }
 
 static PyObject *
@@ -1106,6 +1160,8 @@ cells_get_last(CellsObject *self, void *closure)
 static PyObject *
 cells_get_read_memory(CellsObject *self, void *closure)
 {
+    if (released(self))
+        return refuse_released();
     return PyBool_FromLong(peer_reads_all(self));
 }
 
@@ -1116,6 +1172,10 @@ cells_set_read_memory(CellsObject *self, PyObject *value, void *closure)
     if (truth < 0) {
         if (value == NULL)
             PyErr_SetString(PyExc_AttributeError, "read_memory cannot be deleted");
+        return -1;
+    }
+    if (released(self)) {
+        refuse_released();
         return -1;
     }
     self->reads_all = truth ? 0 : -1;
@@ -1262,6 +1322,35 @@ free_members(struct cells_members *c)
             close(c->peers[m].process);
     PyMem_Free(c->peers);
     PyMem_Free(c->signatures);
+    c->peers = NULL;
+    c->signatures = NULL;
+}
+
+/* Give the memory back; the object may live on in a cycle of references. */
+static void
+release(CellsObject *self)
+{
+    self->closed = true;
+    mail_free(&self->mail);
+    free_members(&self->world);
+    free_members(&self->group);
+    self->own = NULL;
+    Py_CLEAR(self->node);
+    Py_CLEAR(self->pools);
+    Py_CLEAR(self->block);
+}
+
+static PyObject *
+cells_release(CellsObject *self, PyObject *unused)
+{
+    if (self->busy)
+        return PyErr_Format(PyExc_RuntimeError, "the data plane is in use");
+    if (!released(self)) {
+        if (self->op.stage != CELLS_IDLE && abandon(self) < 0)
+            return NULL;
+        release(self);
+    }
+    Py_RETURN_NONE;
 }
 
 static void
@@ -1272,13 +1361,8 @@ cells_dealloc(CellsObject *self)
     cells_clear(self);
     for (int i = 0; i < CELLS_KNOWN; i++)
         Py_XDECREF(self->known[i].dtype);
-    mail_free(&self->mail);
-    free_members(&self->world);
-    free_members(&self->group);
+    release(self);
     Py_XDECREF(self->array_type);
-    Py_XDECREF(self->node);
-    Py_XDECREF(self->pools);
-    Py_XDECREF(self->block);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -1304,6 +1388,7 @@ static PyMethodDef cells_methods[] = {
     {"leave", (PyCFunction)cells_leave, METH_O, NULL},
     {"fail", (PyCFunction)cells_fail, METH_O, NULL},
     {"close", (PyCFunction)cells_close, METH_O, NULL},
+    {"release", (PyCFunction)cells_release, METH_NOARGS, NULL},
     {"bury", (PyCFunction)cells_bury, METH_O, NULL},
     {"signatures", (PyCFunction)cells_signatures, METH_O, NULL},
     {"told", (PyCFunction)cells_told, METH_NOARGS, NULL},
@@ -1315,6 +1400,7 @@ static PyMethodDef cells_methods[] = {
 static PyGetSetDef cells_attributes[] = {
     {"read_memory", (getter)cells_get_read_memory, (setter)cells_set_read_memory, NULL, NULL},
     {"command", (getter)cells_get_command, NULL, NULL, NULL},
+    {"lends", (getter)cells_get_lends, NULL, NULL, NULL},
     {"outstanding", (getter)cells_get_outstanding, NULL, NULL, NULL},
     {"last", (getter)cells_get_last, NULL, NULL, NULL},
     {"waiting", (getter)cells_get_waiting, NULL, NULL, NULL},

@@ -37,4 +37,10 @@ extern PyTypeObject *ControllerState_Type;
 /* Notes that a register's handle has died. Needs the GIL, raises nothing. */
 void controller_bury(ControllerState *self, uint64_t id);
 
+/* Drops the first so many dead registers on worker 0, too. More may die by that. */
+int drop_dead(ControllerState *self, size_t count);
+
+/* Whether this thread may use the session, and nothing is to be reported that is known of. */
+bool is_quiet(const ControllerState *self);
+
 #endif

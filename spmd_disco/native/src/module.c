@@ -10,6 +10,7 @@ execute(PyObject *module)
         add_handle,
         add_worker,
         add_controller,
+        add_fastcall,
         add_node,
         add_ring,
         add_replies,

@@ -36,6 +36,7 @@ int add_codec(PyObject *module);
 int add_handle(PyObject *module);
 int add_worker(PyObject *module);
 int add_controller(PyObject *module);
+int add_fastcall(PyObject *module);
 int add_node(PyObject *module);
 int add_ring(PyObject *module);
 int add_replies(PyObject *module);

@@ -120,10 +120,11 @@ push_queue(struct mail *mail, struct mail_out *out)
 static void
 give_back(struct mail *mail, struct mail_lent *lent)
 {
-    if (lent->memory == NULL)
+    if (lent->memory == NULL && mail->pool != NULL)
         pool_free(mail->pool, lent->offset);
     PyMem_RawFree(lent->memory);
     PyMem_RawFree(lent);
+    mail->lent--;
 }
 
 /* Copy a message to where its receiver can read it: into the pool, or, where the receiver reads this
@@ -144,6 +145,7 @@ lend(struct mail *mail, struct mail_out *out, bool is_read, const uint8_t *data,
         PyMem_RawFree(lent);
         return NULL;
     }
+    mail->lent++;
     disco_copy(to, data, bytes, bytes >= DIRECT_STREAM);
     return lent;
 }
@@ -163,7 +165,7 @@ take_back(struct mail *mail, struct mail_out *out)
     }
 }
 
-/* Throw away what waits for room at a receiver that reads no more. */
+/* Throw away what a receiver that reads no more has not read. */
 void
 mail_forget(struct mail *mail, int receiver)
 {
@@ -175,6 +177,12 @@ mail_forget(struct mail *mail, int receiver)
         mail->queued--;
     }
     out->last = NULL;
+    while (out->lent != NULL) {
+        struct mail_lent *lent = out->lent;
+        out->lent = lent->next;
+        give_back(mail, lent);
+    }
+    out->last_lent = NULL;
 }
 
 void
@@ -329,14 +337,11 @@ void
 mail_free(struct mail *mail)
 {
     /* What is lent of the pool stays so: somebody may still be reading it. It ends with the pool. */
-    for (int w = 0; w < mail->num_workers && mail->out != NULL; w++) {
+    mail->pool = NULL;
+    for (int w = 0; w < mail->num_workers && mail->out != NULL; w++)
         mail_forget(mail, w);
-        for (struct mail_lent *next, *l = mail->out[w].lent; l != NULL; l = next) {
-            next = l->next;
-            PyMem_RawFree(l->memory);
-            PyMem_RawFree(l);
-        }
-    }
     PyMem_Free(mail->out);
     PyMem_Free(mail->in);
+    mail->out = NULL;
+    mail->in = NULL;
 }

@@ -84,6 +84,8 @@ struct mail {
     struct mail_in *in;
     /* Messages that wait for room, to all receivers together. */
     size_t queued;
+    /* And those whose receivers have not read them where they lie in this worker's memory. */
+    size_t lent;
     /* This worker's own, or NULL. */
     struct Pool *pool;
 };

@@ -77,4 +77,8 @@ int worker_drop(WorkerState *self, uint64_t id);
 /* How often a process has been forked off since the module was loaded, down to this one. */
 extern unsigned fork_count;
 
+/* The methods `step` and `drain`; see steps.c and the stub file. */
+PyObject *worker_step(WorkerState *self, PyObject *message);
+PyObject *worker_drain(WorkerState *self, PyObject *args);
+
 #endif
