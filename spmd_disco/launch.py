@@ -31,6 +31,8 @@ from .prompt import interact
 from .ranks import launcher
 from .ranks import rank as rank_in
 from .singleton import trap
+from .transport.ccl_choice import ccl_setting
+from .transport.node import channel_setting
 from .transport.wait import Waiter
 
 __all__ = ["main"]
@@ -124,6 +126,8 @@ def _check_settings() -> None:
     setting("GRACE", 5.0, seconds)
     setting("TIMEOUT", None, seconds)
     setting("PEER_POOL", None, byte_count)
+    channel_setting()
+    ccl_setting()
     if setting("NUM_GROUPS", 1, int) < 1:
         raise UsageError("SPMD_DISCO_NUM_GROUPS: a whole number from 1 is allowed")
     Waiter()

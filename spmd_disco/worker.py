@@ -461,9 +461,12 @@ class Worker(_State):
 
     def _shut_down(self, command: Command) -> None:
         self.closed = True
-        self.ccl.close(command.number)
-        self._answer(Reply(command.number))
-        self.registers.clear()
+        try:
+            self.ccl.close(command.number)
+        finally:
+            # The controller waits for this whatever happens here.
+            self._answer(Reply(command.number))
+            self.registers.clear()
 
     # What the native part asks for ----------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,10 @@ import pytest
 
 # More ranks than cores: no BLAS threads beside them, and no warning of that.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A job in the background of a shell has Ctrl-C ignored, and so would all that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Set by Open MPI's launcher and by Hydra, and by `test_process_suite.py` where there is no MPI.
 UNDER_MPIEXEC = any(

@@ -1,4 +1,4 @@
-"""`tests/mpi`, on 1, 2, 3 and 4 ranks; and the parts of it that depend on how, over MPI alone."""
+"""`tests/mpi`, on 1, 2, 3 and 4 ranks, and over MPI alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 #: Seconds for one test, after which every rank shows where it is, and for all tests of one job.
 TEST_LIMIT = 60
 JOB_LIMIT = 900
-#: What the channel carries; the other tests are of the data plane, which does not know of it.
-CONTROL_PLANE = ("calls", "channel", "failures", "interrupts", "registers", "session")
 
 
 def run_tests(
@@ -39,12 +37,13 @@ def test_mpi_suite(ranks: int, run_job: Callable[..., Any], request: pytest.Fixt
 
 @pytest.mark.timeout(JOB_LIMIT + 60)
 @pytest.mark.parametrize("ranks", [3])
-def test_control_plane_over_mpi(
+def test_over_mpi_alone(
     ranks: int,
     run_job: Callable[..., Any],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As between hosts: commands and arrays by MPI."""
     monkeypatch.setenv("SPMD_DISCO_CHANNEL", "mpi")
-    paths = [f"tests/mpi/test_{name}.py" for name in CONTROL_PLANE]
-    run_tests(run_job, request, ranks, *paths)
+    monkeypatch.setenv("SPMD_DISCO_CCL", "mpi")
+    run_tests(run_job, request, ranks, "tests/mpi")

@@ -134,9 +134,14 @@ class Venv:
     def check(self, native_module: str) -> None:
         """Check that a job of two workers runs, and what --info says of the native module."""
         (self.folder / "app.py").write_text(APP)
-        where, result = self.job("-m", "spmd_disco", "app.py").splitlines()
-        assert where.startswith(str(self.bin.parent)), where
-        assert result == "2 [3.0, 5.0, 7.0]"
+        outputs = [self.job("-m", "spmd_disco", "app.py")]
+        if native_module == "loaded":
+            command = (self.bin / "python", "-m", "spmd_disco", "-n", "2", "app.py")
+            outputs.append(run(*command, cwd=self.folder))
+        for output in outputs:
+            where, result = output.splitlines()
+            assert where.startswith(str(self.bin.parent)), where
+            assert result == "2 [3.0, 5.0, 7.0]"
         info = self.job("-m", "spmd_disco", "--info")
         shown = dict(re.findall(r"^(\S+(?: \S+)*)  +(.*)$", info, re.MULTILINE))
         assert shown["ranks"] == "2", info

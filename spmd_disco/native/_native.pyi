@@ -396,7 +396,7 @@ class Node:
         """
 
     def sleep(self, seen: int, seconds: float, /) -> bool:
-        """Wait in the same way, without polling."""
+        """Wait in the same way, without polling, up to `seconds` or 1 s."""
 
     def wait_watch(self, seen: int, seconds: float, /) -> int:
         """Sleep while `watch_bell` is `seen`, up to `seconds`; return what it is."""

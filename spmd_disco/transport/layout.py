@@ -112,6 +112,8 @@ def same_memory(a: Array, b: Array) -> bool:
 
 def overlapping(a: Array, b: Array) -> bool:
     """Whether two contiguous arrays share memory."""
+    if a is not b and a.flags.owndata and b.flags.owndata:
+        return False
     return np.may_share_memory(a, b) and a.nbytes > 0
 
 

@@ -19,7 +19,7 @@ from .atomic import Step, run
 from .layout import Array, as_bytes
 from .reduce import Reduction, divide_steps
 
-__all__ = ["Move", "Moves", "SmallMove"]
+__all__ = ["Move", "Moves"]
 
 #: The most bytes that one call is given as a plain count: not all MPIs take more than 2^31 - 1.
 MOST_BYTES = 1 << 30
@@ -71,9 +71,6 @@ class Move:
 
     __slots__ = ("detached", "done", "quiet", "steps")
 
-    #: Nothing travels with the records.
-    payload = None
-
     def __init__(
         self, steps: Sequence[Step], detached: Callable[[], Sequence[Step]], quiet: bool = True
     ) -> None:
@@ -82,7 +79,7 @@ class Move:
         self.quiet = quiet
         self.done: list[Any] = []
 
-    def run(self, payloads: Array) -> None:
+    def run(self) -> None:
         """Do it, unless it has been done."""
         if self.done:
             return
@@ -108,50 +105,6 @@ class Move:
         steps = self.detached()
         self.steps = steps
         self.detached = None
-
-
-class SmallMove:
-    """One operation whose data travels with the records of the arrival.
-
-    Parameters
-    ----------
-    payload : numpy.ndarray or None
-        What this member gives, as bytes.
-    finish : callable
-        Takes what all members gave, as rows of bytes, and puts the result in place.
-    quiet : bool
-        False where NumPy may warn about the values.
-    """
-
-    __slots__ = ("_finish", "payload", "quiet")
-
-    def __init__(
-        self, payload: Array | None, finish: Callable[[Array], None], quiet: bool = True
-    ) -> None:
-        self.payload = payload
-        self._finish: Callable[[Array], None] | None = finish
-        self.quiet = quiet
-
-    def run(self, payloads: Array) -> None:
-        """Do it, unless it has been done."""
-        finish = self._finish
-        if finish is None:
-            return
-        try:
-            if self.quiet:
-                finish(payloads)
-            else:
-                with np.errstate(all="ignore"):
-                    finish(payloads)
-        except MemoryError:
-            # The peers have gone on.
-            self._finish = None
-            raise
-        self._finish = None
-
-    def detach(self) -> None:
-        """Let go of the user's arrays; the peers need nothing more of this member."""
-        self._finish = None
 
 
 class Moves:

@@ -1,9 +1,8 @@
 """The data plane over MPI, for NumPy arrays.
 
 Every operation has two phases. *Arrive*: the members tell each other what they are about to do, by
-a polled exchange that any of them can break off (arrival.py, positions.py), and which takes small
-data along. *Move*: only when all have come to the same operation, by plain blocking MPI calls
-(moves.py). All that can raise comes
+a polled exchange that any of them can break off (arrival.py, positions.py). *Move*: only when all
+have come to the same operation, by plain blocking MPI calls (moves.py). All that can raise comes
 before the arrival; so nobody ever sits in an MPI call for a peer that does not come.
 """
 
@@ -27,16 +26,10 @@ from .atomic import try_lock
 from .ccl import ReduceKind
 from .host_ccl import HostCCL
 from .layout import Array
-from .moves import Move, Moves, SmallMove
+from .moves import Move, Moves
 from .p2p import Mailbox
-from .positions import Positions, payload_size
-from .prepare import (
-    allreduce_move,
-    broadcast_move,
-    copy_move,
-    small_allreduce,
-    small_copy,
-)
+from .positions import Positions
+from .prepare import allreduce_move, broadcast_move, copy_move
 from .reduce import Reduction
 from .wait import Waiter
 
@@ -51,8 +44,6 @@ class _Members:
         #: None for a single member, who has nobody to arrive with.
         self.positions = positions
         self.size = moves.size
-        #: How many bytes of each member travel with its record.
-        self.payload = payload_size(moves.size)
         self.where = where
         #: The command that the index counts in, and how many operations it has had.
         self.command = -1
@@ -191,7 +182,7 @@ class MPICCL(HostCCL):
         operation: Operation,
         kind: ReduceKind | None,
         array: Array,
-        move: Move | SmallMove,
+        move: Move,
     ) -> None:
         """Do `move` when all members have come to the same operation on arrays like `array`.
 
@@ -277,52 +268,31 @@ class MPICCL(HostCCL):
     ) -> None:
         members = self._members_of(in_group)
         with self._lock:
-            move: Move | SmallMove
-            if send.size * how.work.itemsize <= members.payload:
-                move = small_allreduce(how, members.size, send, recv)
-            else:
-                move = allreduce_move(members.moves, how, send, recv)
+            move = allreduce_move(members.moves, how, send, recv)
             self._arrive(members, Operation.ALLREDUCE, kind, send, move)
 
     def _allgather(self, in_group: bool, send: Array, recv: Array) -> None:
         members = self._members_of(in_group)
         with self._lock:
-            move: Move | SmallMove
-            if send.nbytes <= members.payload:
-                move = small_copy(send, recv, slice(None), send.nbytes, 0)
-            else:
-                move = copy_move(members.moves.allgather, send, recv)
+            move = copy_move(members.moves.allgather, send, recv)
             self._arrive(members, Operation.ALLGATHER, None, send, move)
 
     def _broadcast(self, in_group: bool, send: Array | None, recv: Array) -> None:
         members = self._members_of(in_group)
         with self._lock:
-            move: Move | SmallMove
-            if recv.nbytes <= members.payload:
-                move = small_copy(send, recv, slice(1), recv.nbytes, 0)
-            else:
-                move = broadcast_move(members.moves, send, recv)
+            move = broadcast_move(members.moves, send, recv)
             self._arrive(members, Operation.BROADCAST_FROM_WORKER0, None, recv, move)
 
     def _scatter(self, in_group: bool, send: Array | None, recv: Array) -> None:
         members = self._members_of(in_group)
         with self._lock:
-            move: Move | SmallMove
-            if members.size * recv.nbytes <= members.payload:
-                first = members.moves.rank * recv.nbytes
-                move = small_copy(send, recv, slice(1), recv.nbytes, first)
-            else:
-                move = copy_move(members.moves.scatter, send, recv)
+            move = copy_move(members.moves.scatter, send, recv)
             self._arrive(members, Operation.SCATTER_FROM_WORKER0, None, recv, move)
 
     def _gather(self, in_group: bool, send: Array, recv: Array | None) -> None:
         members = self._members_of(in_group)
         with self._lock:
-            move: Move | SmallMove
-            if send.nbytes <= members.payload:
-                move = small_copy(send, recv, slice(None), send.nbytes, 0)
-            else:
-                move = copy_move(members.moves.gather, send, recv)
+            move = copy_move(members.moves.gather, send, recv)
             self._arrive(members, Operation.GATHER_TO_WORKER0, None, send, move)
 
     # Point to point -------------------------------------------------------------------------------

@@ -7,10 +7,7 @@ here, before the arrival. MPI is not needed.
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,7 +29,8 @@ from .atomic import Step
 from .ccl import ReduceKind
 from .host_ccl import HostCCL
 from .layout import Array, overlapping, packed, same_memory, unpack
-from .reduce import Reduction, divide_steps, reduction
+from .peer_arrays import KINDS, address, contiguous, describe, digest, reduction_code, together
+from .reduce import Reduction, divide_steps
 from .wait import Waiter
 
 if TYPE_CHECKING:
@@ -46,13 +44,6 @@ OTHERWISE, WAIT, MOVED, MISMATCH, GONE, DEAD = range(-1, 5)
 REDUCED_AT_A_TIME = 1 << 20
 #: Commands that failed here, remembered for messages of theirs that come late.
 MOST_FAILED = 65536
-
-_KINDS: dict[object, int] = {
-    **{kind: int(kind) for kind in ReduceKind},
-    **{kind.name: int(kind) for kind in ReduceKind},
-    **{kind.name.lower(): int(kind) for kind in ReduceKind},
-}
-_apply = partial.__call__
 
 
 class PeerCCL(HostCCL):
@@ -102,10 +93,10 @@ class PeerCCL(HostCCL):
             worker_id,
             num_workers,
             num_groups,
-            _describe,
-            _KINDS,
+            describe,
+            KINDS,
             (example, view),
-            _address(example),
+            address(example),
             waiter.spin,
             node,
             pools,
@@ -291,7 +282,7 @@ class PeerCCL(HostCCL):
     def _send(self, buffer: Array, worker: int) -> None:
         sign = signature(Operation.SEND, None, buffer.dtype, buffer.shape)
         buffer = packed(buffer)
-        self._cells.send(worker, sign, _address(buffer), buffer.nbytes)
+        self._cells.send(worker, sign, address(buffer), buffer.nbytes)
 
     def _receive(self, buffer: Array, worker: int, name: str) -> None:
         self._wait = f"{name} from worker {worker}"
@@ -310,11 +301,11 @@ class PeerCCL(HostCCL):
                     f"{self.worker_id} is {describe_signature(expected)}: dtype and element count "
                     "must be equal"
                 )
-            target, after = _contiguous(buffer, None)
+            target, after = contiguous(buffer, None)
             assert target is not None
             try:
                 self._waiter.until(
-                    partial(self._cells.read, worker, _address(target), nbytes),
+                    partial(self._cells.read, worker, address(target), nbytes),
                     self._what,
                     rung=True,
                 )
@@ -350,7 +341,7 @@ class PeerCCL(HostCCL):
     ) -> None:
         """Do a collective that moves elements; each member's part is as large as `like`."""
         source = None if send is None else packed(send)
-        target, after = _contiguous(recv, None)
+        target, after = contiguous(recv, None)
         if (
             source is not None
             and target is not None
@@ -378,13 +369,13 @@ class PeerCCL(HostCCL):
     ) -> None:
         sign = signature(Operation.ALLREDUCE, kind, send.dtype, send.shape)
         native_order = send.dtype.newbyteorder("=")
-        code = _code(native_order)
+        code = reduction_code(native_order)
         with np.errstate(all="ignore"):
             if code is None:
                 self._reduce_by_numpy(in_group, sign, how, send, recv)
                 return
             source = packed(send, native_order)
-            target, after = _contiguous(recv, native_order)
+            target, after = contiguous(recv, native_order)
             assert target is not None
             if overlapping(source, target) and not same_memory(source, target):
                 source = source.copy()
@@ -417,7 +408,7 @@ class PeerCCL(HostCCL):
             part = given[start : start + at_a_time]
             if start:
                 steps.append(
-                    partial(self._cells.exchange, part.nbytes, _address(part), _address(scratch))
+                    partial(self._cells.exchange, part.nbytes, address(part), address(scratch))
                 )
             rows = scratch[: size * part.size].reshape(size, part.size)
             steps.append(partial(reduce, rows, 0, None, result[start : start + part.size]))
@@ -450,72 +441,15 @@ class PeerCCL(HostCCL):
             0 if kind is None else int(kind),
             in_group,
             sign,
-            _digest(sign),
+            digest(sign),
             code,
             count,
             nbytes,
-            0 if source is None else _address(source),
-            0 if target is None else _address(target),
+            0 if source is None else address(source),
+            0 if target is None else address(target),
             (source, target, owners),
-            _together(after) if after else None,
+            together(after) if after else None,
             staged,
         )
         if verdict != MOVED:
             self._conclude(verdict, in_group)
-
-
-def _address(x: Array) -> int:
-    address: int = x.__array_interface__["data"][0]
-    return address
-
-
-def _together(steps: list[Step]) -> Callable[[], None]:
-    """Return the steps as one call that runs no code of Python's, and so no signal handler."""
-    return partial(deque[Any](maxlen=0).extend, map(_apply, steps))
-
-
-def _contiguous(recv: Array | None, dtype: np.dtype[Any] | None) -> tuple[Array | None, list[Step]]:
-    """Return contiguous memory of `dtype` for `recv`, and the steps that bring it there."""
-    if recv is None or (recv.flags.c_contiguous and (dtype is None or recv.dtype == dtype)):
-        return recv, []
-    target = np.empty(recv.shape, recv.dtype if dtype is None else dtype)
-    return target, [unpack(recv, target)]
-
-
-@lru_cache(maxsize=1024)
-def _digest(sign: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(sign, digest_size=8).digest(), "little")
-
-
-def _code(dtype: np.dtype[Any]) -> int | None:
-    """Return the native module's number of a dtype that it can reduce."""
-    assert native.core is not None
-    found: int | None = native.core.DTYPES.get(dtype.name)
-    return found if dtype.isnative else None
-
-
-def _describe(
-    operation: int, kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> tuple[bytes, int, int, int] | None:
-    """Return what the native side's fast path needs to know of arrays, unless they are not for it.
-
-    Returns
-    -------
-    tuple or None
-        The signature, its digest, the bytes of an element, and the dtype's number in reductions.
-    """
-    if dtype.hasobject:
-        return None
-    code: int | None = 0
-    if operation == Operation.ALLREDUCE:
-        try:
-            reduction(dtype, ReduceKind(kind))
-        except TypeError:
-            return None
-        code = _code(dtype)
-    if code is None:
-        return None
-    sign = signature(
-        Operation(operation), None if kind < 0 else ReduceKind(kind), dtype, tuple(shape)
-    )
-    return sign, _digest(sign), dtype.itemsize, code

@@ -1,7 +1,6 @@
 """The exchange of records on one communicator (see arrival.py), over MPI.
 
-Each position is one nonblocking allgather, from a small pool of persistent ones used in turn. With
-the records goes the data of small operations, which then need no other exchange. Posts
+Each position is one nonblocking allgather, from a small pool of persistent ones used in turn. Posts
 that no wait has seen to the end stay in `outstanding`, oldest first; `progress` looks at those that
 are complete. What was learnt at any position about who has left which command is kept, since a
 member tells that only once.
@@ -14,44 +13,26 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from .arrival import RECORD_SIZE, Record, State, Verdict, decide, make_record, parse
 from .atomic import Step, post
-from .layout import Array
-from .moves import Move, SmallMove
+from .moves import Move
 
-__all__ = ["Position", "Positions", "payload_size"]
+__all__ = ["Position", "Positions"]
 
 #: The most posts that wait for the peers; each needs a persistent request of its own.
 MOST_OUTSTANDING = 4
-#: The most bytes of a small operation's data that travel with a member's record, and with the
-#: records of all members together.
-MOST_PAYLOAD = 4096
-MOST_TOGETHER = 32768
-#: Where in a post they begin: aligned for all dtypes.
-PAYLOAD_OFFSET = -(-RECORD_SIZE // 16) * 16
-
-
-def payload_size(members: int) -> int:
-    """Return how many bytes of data may travel with a record; the same on all members."""
-    return min(MOST_PAYLOAD, MOST_TOGETHER // members) // 16 * 16
 
 
 class _Slot:
     """A persistent allgather with its buffers."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        size = PAYLOAD_OFFSET + payload_size(comm.size)
-        self.mine = bytearray(size)
-        self.block = np.zeros((comm.size, size), np.uint8)
-        self.my_record = memoryview(self.mine)[:RECORD_SIZE]
-        self.my_payload = np.frombuffer(self.mine, np.uint8)[PAYLOAD_OFFSET:]
-        self.records = self.block[:, :RECORD_SIZE]
-        self.payloads: Array = self.block[:, PAYLOAD_OFFSET:]
+        self.mine = bytearray(RECORD_SIZE)
+        self.block = bytearray(RECORD_SIZE * comm.size)
         self.request: Any = comm.Allgather_init(
-            (self.mine, size, MPI.BYTE), (self.block, size, MPI.BYTE)
+            (self.mine, RECORD_SIZE, MPI.BYTE), (self.block, RECORD_SIZE, MPI.BYTE)
         )
         self.start: tuple[Step] = (partial(self.request.Start),)
 
@@ -68,13 +49,7 @@ class Position:
     __slots__ = ("block", "command", "left", "move", "number", "record", "slot", "state", "verdict")
 
     def __init__(
-        self,
-        number: int,
-        slot: _Slot,
-        state: State,
-        command: int,
-        record: bytes,
-        move: Move | SmallMove | None,
+        self, number: int, slot: _Slot, state: State, command: int, record: bytes, move: Move | None
     ) -> None:
         self.number = number
         self.slot = slot
@@ -129,16 +104,12 @@ class Positions:
         """Whether a position at which this member has arrived is open."""
         return any(p.state is State.ARRIVED for _, p in self.outstanding)
 
-    def post(
-        self, state: State, command: int, record: bytes, move: Move | SmallMove | None = None
-    ) -> Position:
+    def post(self, state: State, command: int, record: bytes, move: Move | None = None) -> Position:
         """Post a record at the next position; there is room for it."""
         outstanding = self.outstanding
         number = outstanding[-1][1].number + 1 if outstanding else self._next
         slot = self._slots[number % MOST_OUTSTANDING]
-        slot.my_record[:] = record
-        if move is not None and move.payload is not None:
-            slot.my_payload[: move.payload.size] = move.payload
+        slot.mine[:] = record
         position = Position(number, slot, state, command, record, move)
         post(slot.start, (position,), outstanding)
         return position
@@ -194,18 +165,17 @@ class Positions:
         Interrupted anywhere, it can be repeated.
         """
         slot = position.slot
-        records = slot.records.tobytes()
-        verdict = decide(position.record, records)
+        verdict = decide(position.record, slot.block)
         if verdict is Verdict.MOVE:
             # Nobody waits for us any more.
             self.asked = -1
             if position.move is not None:
-                position.move.run(slot.payloads)
+                position.move.run()
             elif position.state is State.SHUTDOWN:
                 self.shut_down = True
         else:
-            position.block = records
-            self._learn(parse(records))
+            position.block = bytes(slot.block)
+            self._learn(parse(position.block))
         position.verdict = verdict
         if position.left > self._left:
             self._left = position.left

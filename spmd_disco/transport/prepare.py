@@ -11,17 +11,11 @@ from typing import Any
 import numpy as np
 
 from .atomic import Step
-from .layout import Array, as_bytes, overlapping, packed, same_memory, unpack
-from .moves import Move, Moves, SmallMove
-from .reduce import Reduction, divide_steps
+from .layout import Array, overlapping, packed, same_memory, unpack
+from .moves import Move, Moves
+from .reduce import Reduction
 
-__all__ = [
-    "allreduce_move",
-    "broadcast_move",
-    "copy_move",
-    "small_allreduce",
-    "small_copy",
-]
+__all__ = ["allreduce_move", "broadcast_move", "copy_move"]
 
 
 def allreduce_move(moves: Moves, how: Reduction, send: Array, recv: Array) -> Move:
@@ -90,69 +84,3 @@ def broadcast_move(moves: Moves, send: Array | None, recv: Array) -> Move:
         buffer = np.empty(recv.shape, recv.dtype)
         after = [unpack(recv, buffer)]
     return Move([*moves.broadcast(buffer), *after], lambda: moves.broadcast(buffer.copy()))
-
-
-# Small operations ---------------------------------------------------------------------------------
-
-
-def small_allreduce(how: Reduction, members: int, send: Array, recv: Array) -> SmallMove:
-    """Prepare a reduction of data that travels with the records: every member does all of it.
-
-    It is in the order of the members, so that all get the same bits.
-    """
-    work = how.work
-    boolean = work == np.uint8 and send.dtype == np.bool_
-    with np.errstate(all="ignore"):
-        given = packed(send).view(np.uint8) if boolean else packed(send, work)
-    payload = as_bytes(given)
-    size = payload.size
-    target = recv
-    after: list[Step] = []
-    if not recv.flags.c_contiguous or (recv.dtype != work and not boolean):
-        target = np.empty(recv.shape, work)
-        after = [unpack(recv, target)]
-    flat = target.reshape(-1)
-    if boolean:
-        flat = flat.view(np.uint8)
-    reduce = getattr(np, how.ufunc).reduce
-    after = divide_steps(how, flat, members) + after
-
-    def finish(payloads: Array) -> None:
-        reduce(payloads[:, :size].view(work), 0, None, flat)
-        for step in after:
-            step()
-
-    return SmallMove(payload, finish, quiet=False)
-
-
-def small_copy(
-    send: Array | None, recv: Array | None, parts: slice, nbytes: int, first: int
-) -> SmallMove:
-    """Prepare a move of bytes that travel with the records.
-
-    Parameters
-    ----------
-    send, recv : array or None
-        What this member gives and takes, if anything.
-    parts : slice
-        Of which members it takes something.
-    nbytes : int
-        How much of each.
-    first : int
-        Where in what they give that begins.
-    """
-    payload = None if send is None else as_bytes(packed(send))
-    target = recv
-    after: list[Step] = []
-    if recv is not None and not recv.flags.c_contiguous:
-        target = np.empty(recv.shape, recv.dtype)
-        after = [unpack(recv, target)]
-    into = None if target is None or nbytes == 0 else as_bytes(target).reshape(-1, nbytes)
-
-    def finish(payloads: Array) -> None:
-        if into is not None:
-            into[...] = payloads[parts, first : first + nbytes]
-        for step in after:
-            step()
-
-    return SmallMove(payload, finish)

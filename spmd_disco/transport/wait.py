@@ -8,8 +8,8 @@ with sleeps that grow to some milliseconds, which leaves a waiting process at ab
 
 Where the processes of a node share memory, what comes about there rings the doorbell of those whom
 it concerns. A wait for such a thing polls the doorbell, and then sleeps until it rings, which costs
-nothing and ends at once. It looks at everything every 50 ms all the same, and more often while
-something of MPI's is pending.
+nothing and ends at once. It looks at everything every 50 ms all the same, more often while
+something of MPI's is pending, and less often on a worker that nothing is asked of.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LONGEST_SLEEPS = ((2.0, 10e-3), (0.2, 5e-3), (0.02, 2e-3), (0.0, 1e-3))
 #: The longest sleep at the doorbell: signals and time limits are looked at that often. Also the
 #: longest sleep there while something of MPI's is pending, once that has lasted for a second.
 LONGEST_REST = 50e-3
+#: The same for waits that no time limit ends, once they have lasted for a second.
+LONGEST_IDLE_REST = 200e-3
 #: A process that waits this long for something other than its peers counts as idle.
 IDLE_AFTER = 1e-3
 
@@ -196,6 +198,8 @@ class Waiter:
                 else:
                     # Those who are idle say so soon.
                     rest = LONGEST_REST if resting else IDLE_AFTER
+                    if not limited and now - start >= 1:
+                        rest = LONGEST_IDLE_REST
                 if node.sleep(seen, min(rest, left)):
                     spin_end = time.perf_counter() + self.spin
         finally:

@@ -332,6 +332,7 @@ def test_bad_arguments(plane: Plane, in_group: bool) -> None:
             lambda c: c.allreduce(a, 0, in_group, np.lib.stride_tricks.as_strided(a, (4,), (0,))),
         ),
         (ValueError, "no reduction", lambda c: c.allreduce(a, "mean", in_group, a)),
+        (ValueError, "no reduction", lambda c: c.allreduce(a, True, in_group, a)),
         (TypeError, r"numpy\.ndarray, not list", lambda c: c.allreduce([1.0], 0, in_group, a)),
         (TypeError, "not NoneType", lambda c: c.allgather(None, in_group, a)),
         (TypeError, "not NoneType", lambda c: c.broadcast_from_worker0(a, in_group, None)),

@@ -16,7 +16,7 @@ from ccl_plan import Player, expected, make_plan
 from forked_workers import Worker, run_forked
 
 from spmd_disco import native
-from spmd_disco.errors import DiscoError, DiscoTimeout, PeerError
+from spmd_disco.errors import DiscoError, DiscoTimeout, PeerError, SessionClosedError
 from spmd_disco.transport.ccl import ReduceKind
 from spmd_disco.transport.peer_ccl import PeerCCL
 from spmd_disco.transport.wait import Waiter
@@ -116,6 +116,31 @@ def test_collectives(size: int, way: str) -> None:
         plane.begin().close(plane.number)
 
     run_forked(size, work)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_more_than_the_caches_hold(way: str) -> None:
+    def work(worker: Worker) -> None:
+        plane = Plane(worker, way=way)
+        me, count = worker.number, 3 * 2**20 + 5
+        parts = [sample("f4", count, w) for w in range(2)]
+        mine, out = plane.empty(count, "f4"), plane.empty(count, "f4")
+        whole = plane.empty(2 * count, "f4")
+        mine[:] = parts[me]
+        ccl = plane.begin()
+        ccl.allreduce(mine, "sum", False, out)
+        assert (out == parts[0] + parts[1]).all()
+        ccl.allgather(mine, False, whole)
+        assert (whole == np.concatenate(parts)).all()
+        ccl.broadcast_from_worker0(mine if me == 0 else None, False, out)
+        assert (out == parts[0]).all()
+        ccl.scatter_from_worker0(whole if me == 0 else None, False, out)
+        assert (out == parts[me]).all()
+        whole[:] = 0
+        ccl.gather_to_worker0(mine, False, whole if me == 0 else None)
+        assert me or (whole == np.concatenate(parts)).all()
+
+    run_forked(2, work)
 
 
 @pytest.mark.parametrize("lies", ["ordinary", "mixed"])
@@ -308,6 +333,102 @@ def test_death_in_the_middle(way: str) -> None:
     assert nothing is None
     # Between two moves it is the session's watcher that would see it.
     assert "worker 1 has ended" in result or "still waiting" in result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_messages(way: str) -> None:
+    """Messages of all sizes come in order, however long they have to wait; also at the end."""
+    rng = random.Random(3)
+    counts = [rng.choice([0, 1, 100, 1000, 9000, 70_000]) for _ in range(120)]
+
+    def work(worker: Worker) -> None:
+        plane = Plane(worker, way=way)
+        me, size = worker.number, worker.size
+        after, before = (me + 1) % size, (me - 1) % size
+        ccl = plane.begin()
+        for number, count in enumerate(counts[:60]):
+            array = np.full(count, 1000 * me + number, np.int32)
+            ccl.send_to_worker(array, after)
+            array[:] = -1
+        # The first of them before the last are sent.
+        for number, count in enumerate(counts):
+            if number + 60 < len(counts):
+                other = np.full(counts[number + 60], 1000 * me + number + 60, np.int32)
+                ccl.send_to_worker(other, after)
+            elif number + 60 == len(counts) and me == 0:
+                # Whoever closes waits until what it has sent is read.
+                ccl.leave(plane.number)
+            got = np.zeros(count, np.int32)
+            ccl.recv_from_worker(got, before)
+            assert (got == 1000 * before + number).all()
+        plane.begin().close(plane.number)
+
+    run_forked(3, work)
+
+
+def test_closing_waits_for_readers() -> None:
+    def work(worker: Worker) -> float:
+        plane = Plane(worker, way="staged")
+        ccl = plane.begin()
+        start = time.monotonic()
+        if worker.number == 0:
+            ccl.send_to_worker(np.arange(100_000), 1)
+            plane.begin().close(plane.number)
+        else:
+            time.sleep(0.2)
+            ccl.recv_from_worker0(got := np.zeros(100_000, int))
+            assert (got == np.arange(100_000)).all()
+            plane.begin().close(plane.number)
+        return time.monotonic() - start
+
+    assert min(run_forked(2, work)) > 0.15
+
+
+def test_bury() -> None:
+    """A process that has ended is waited for no more, once one of the others says so."""
+
+    def work(worker: Worker) -> None:
+        plane = Plane(worker)
+        ccl = plane.begin()
+        worker.exchange(None)
+        if worker.number == 2:
+            return
+        if worker.number == 0:
+            time.sleep(0.02)
+            ccl.bury(2)
+        for count in (1, 50_000):
+            with pytest.raises(PeerError, match="the process of worker 2 has ended"):
+                ccl.allreduce(np.ones(count), "sum", False, np.ones(count))
+        with pytest.raises(PeerError, match="the process of worker 2 has ended"):
+            ccl.recv_from_worker(np.ones(1), 2)
+        ccl.close(2)
+
+    run_forked(3, work)
+
+
+def test_after_the_end() -> None:
+    def work(worker: Worker) -> None:
+        plane = Plane(worker, way="pool")
+        ccl = plane.begin()
+        ccl.close(plane.number)
+        ccl.close(plane.number)
+        ccl.begin(2)
+        ccl.leave(2)
+        ccl.fail(2)
+        ccl.pump(True)
+        ccl.bury(1)
+        assert not ccl.outstanding
+        assert ccl.waiting is None
+        for operation in (
+            lambda: ccl.allreduce(np.ones(1), "sum", False, np.ones(1)),
+            lambda: ccl.send_to_worker(np.ones(1), 1 - worker.number),
+        ):
+            with pytest.raises(SessionClosedError):
+                operation()
+        with pytest.raises(RuntimeError, match="closed"):
+            ccl._cells.resume()
+
+    run_forked(2, work)
 
 
 def test_numpy_reduces_in_pieces() -> None:

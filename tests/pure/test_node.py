@@ -201,8 +201,9 @@ def test_sleeps_are_bounded():
     mine.spin = 0
     start = time.monotonic()
     assert mine.wait(mine.bell, 1e9) is False
+    assert 0.05 < time.monotonic() - start < 1
     assert mine.sleep(mine.bell, float("nan")) is False
-    assert 0.05 < time.monotonic() - start < 2
+    assert 1 < time.monotonic() - start < 5
     assert mine.wait(mine.bell - 1, 100.0) is True
     assert mine.sleep(mine.bell, -5.0) is False
     for wrong in (-1.0, float("inf"), float("nan")):

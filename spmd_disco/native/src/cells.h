@@ -19,8 +19,9 @@ enum {
     CELLS_EACH = 4,
     /* The most bytes of one member's payload that go through its slots. */
     CELLS_SLOT = 16384,
-    /* Large operations on ordinary memory go through these in turn: as many pieces of so many bytes,
-     * small enough that what one member has written is in a cache when the next one reads it. */
+    /* Large operations on ordinary memory go through these in turn: as many pieces of so many
+     * bytes, small enough that what one member has written is in a cache when the next one reads
+     * it. */
     CELLS_STAGES = 4,
     CELLS_PIECE = 65536,
     CELLS_STAGING = 2 * CELLS_STAGES * CELLS_PIECE,
@@ -52,9 +53,9 @@ enum cells_verdict {
 
 enum cells_decision { CELLS_UNDECIDED, CELLS_GO, CELLS_WITHDRAWN };
 
-/* What a record of a large operation says of its member: which of its arrays lie in its memory pool,
- * where all can reach them; whether it can read the memory of all others; and whether there are more
- * workers than cores. */
+/* What a record of a large operation says of its member: which of its arrays lie in its memory
+ * pool, where all can reach them; whether it can read the memory of all others; and whether there
+ * are more workers than cores. */
 enum {
     CELLS_SEND_IN_POOL = 1,
     CELLS_RECV_IN_POOL = 2,
@@ -85,7 +86,8 @@ struct cells_worker {
 struct cells_member {
     /* How many of its own records it is done with: for these it reads nobody's slots any more. */
     _Atomic uint64_t resolved;
-    /* Steps of large moves that it has done. Each move adds the same to all three on all members. */
+    /* Steps of large moves that it has done. Each move adds the same to all three on all
+     * members. */
     _Atomic uint64_t put;
     _Atomic uint64_t reduced;
     _Atomic uint64_t taken;
@@ -219,8 +221,8 @@ typedef struct {
     bool busy;
     struct cells_under_way op;
     struct mail mail;
-    /* Called with (operation, kind, dtype, shape); returns (signature, digest, itemsize, the code of
-     * the dtype for reductions), or None where Python is to do it. */
+    /* Called with (operation, kind, dtype, shape); returns (signature, digest, itemsize, the code
+     * of the dtype for reductions), or None where Python is to do it. */
     PyObject *describe;
     /* By the name that a user gives it, the number of a reduction. */
     PyObject *kinds;
@@ -239,10 +241,106 @@ typedef struct {
     PoolTableObject *pools;
 } CellsObject;
 
-/* Find out whether the memory of all other workers can be read. */
-bool peer_reads_all(CellsObject *self);
+/* cells.c ---------------------------------------------------------------------------------------*/
+
+struct cells_layout {
+    size_t workers, members[2], cells[2], slots[2], staging[2], mail, size;
+};
+
+struct cells_layout cells_lay_out(int num_workers, int num_groups);
+/* Fill in a communicator; 0, or -1 with an exception. */
+int cells_make_members(CellsObject *self, struct cells_members *c,
+                       const struct cells_layout *l, int which, int first, int size);
+void cells_free_members(struct cells_members *c);
+
+/* The cell of a member that is here, and the slot beside it. */
+static inline struct cells_cell *
+cells_cell_of(const struct cells_peer *p)
+{
+    return &p->cells[p->cursor % CELLS_EACH];
+}
+
+static inline const uint8_t *
+cells_slot_of(const struct cells_peer *p)
+{
+    return p->slots + p->cursor % CELLS_EACH * CELLS_SLOT;
+}
+
+static inline int64_t
+cells_left_by(const struct cells_peer *p)
+{
+    return atomic_load_explicit(&p->worker->left, memory_order_acquire);
+}
+
+/* Have those looked up who wait for something of these members. */
+static inline void
+cells_ring(CellsObject *self, const struct cells_members *c)
+{
+    if (self->node != NULL)
+        node_ring_bells(&self->node->node, c->first, c->first + c->size);
+}
+
+/* One look at everything that the operation under way waits for. No GIL needed. */
+enum cells_verdict cells_step(CellsObject *self, bool look_at_left);
+/* Note that this member is done with its newest record. */
+void cells_resolve(struct cells_under_way *op, enum cells_resolution resolution);
+
+/* cells_run.c -----------------------------------------------------------------------------------*/
+
+/* Polls between two yields: with fewer cores than workers a peer may come only when this one makes
+ * room. */
+enum { CELLS_POLLS = 16, CELLS_POLLS_CROWDED = 4 };
+
+/* Go on with the operation under way, and wait for a short while. Returns the verdict, or -2 with
+ * an exception. */
+int cells_run(CellsObject *self, int64_t spin_ns);
+/* Break it off. Where the others count on this member, its part is done. 0, or -1 with an
+ * exception. */
+int cells_break_off(CellsObject *self);
+/* Let go of what an operation held. */
+void cells_let_go(struct cells_under_way *op);
+/* Begin to move `bytes` for each member, and return the verdict as Python's integer. The rest of
+ * the operation under way has been filled in. */
+PyObject *cells_go(CellsObject *self, struct cells_members *c, int operation, size_t bytes,
+                   const uint8_t *send, uint8_t *recv, bool staged);
+/* Say that this worker takes no part any more in commands up to this one. */
+void cells_has_left(CellsObject *self, int64_t command);
+
+/* The type's methods ----------------------------------------------------------------------------*/
+
+/* Whether the memory has been given back; what is called then anyway does nothing. */
+static inline bool
+cells_released(const CellsObject *self)
+{
+    return self->block == NULL;
+}
+
+static inline PyObject *
+cells_refuse(void)
+{
+    return PyErr_Format(PyExc_RuntimeError, "the data plane has been closed");
+}
+
+/* cells_arrays.c: whether arrays are laid out in memory as the fast path takes it. */
+bool cells_probe(PyObject *const *examples, PyObject *dtype, uint8_t *address);
+PyObject *cells_allreduce(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cells_allgather(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cells_gather(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cells_broadcast(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *cells_scatter(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
+
+/* cells_messages.c */
+PyObject *cells_send(CellsObject *self, PyObject *args);
+PyObject *cells_letter(CellsObject *self, PyObject *arg);
+PyObject *cells_read(CellsObject *self, PyObject *args);
+PyObject *cells_drop(CellsObject *self, PyObject *arg);
+PyObject *cells_pump(CellsObject *self, PyObject *unused);
+
+/* peer_moves.c ----------------------------------------------------------------------------------*/
 
 /* Do a large operation to which all members have come: MOVED, or DEAD. Without the GIL. */
 enum cells_verdict peer_move(CellsObject *self);
+/* Find out whether the memory of all other workers can be read. */
+bool peer_reads_all(CellsObject *self);
 
 #endif

@@ -55,17 +55,23 @@ node_wait(Node *node, uint32_t seen, int64_t deadline)
 }
 
 bool
-node_sleep(Node *node, uint32_t seen, int64_t deadline)
+node_rest(Node *node, uint32_t seen, int64_t ns)
 {
     _Atomic uint32_t *bell = &node->mine->bell;
-    int64_t ns = deadline - node_now();
     if (ns > 0) {
         atomic_fetch_add(&node->mine->asleep, 1);
         /* The kernel compares the word once more: who counts up later sees that we are asleep. */
-        futex_wait(bell, seen, ns < NODE_LONGEST_SLEEP_NS ? ns : NODE_LONGEST_SLEEP_NS);
+        futex_wait(bell, seen, ns);
         atomic_fetch_sub(&node->mine->asleep, 1);
     }
     return atomic_load(bell) != seen;
+}
+
+bool
+node_sleep(Node *node, uint32_t seen, int64_t deadline)
+{
+    int64_t ns = deadline - node_now();
+    return node_rest(node, seen, ns < NODE_LONGEST_SLEEP_NS ? ns : NODE_LONGEST_SLEEP_NS);
 }
 
 void

@@ -186,6 +186,8 @@ node_bell(const Node *node)
  * Says whether the doorbell differs. node_sleep does not poll. Both without the GIL. */
 bool node_wait(Node *node, uint32_t seen, int64_t deadline);
 bool node_sleep(Node *node, uint32_t seen, int64_t deadline);
+/* The same for `ns`, without that bound. */
+bool node_rest(Node *node, uint32_t seen, int64_t ns);
 
 /* The worker's own status line. */
 static inline void

@@ -1,8 +1,8 @@
 /* Messages between two workers of one node.
  *
  * Each ordered pair of workers has a ring of bytes in the block: a header, then the data of the
- * message. A send never waits. What the ring has no room for goes through the sender's memory pool or
- *  other memory of its own (the header says where), or into a queue that is moved on whenever it
+ * message. A send never waits. What the ring has no room for goes through the sender's memory pool
+ * or other memory of its own (the header says where), or into a queue that is moved on whenever it
  * waits.
  *
  * How many messages have been sent, those in the queue included, is told before the sender leaves
@@ -127,8 +127,8 @@ give_back(struct mail *mail, struct mail_lent *lent)
     mail->lent--;
 }
 
-/* Copy a message to where its receiver can read it: into the pool, or, where the receiver reads this
- * process's memory, anywhere. NULL where neither can be. */
+/* Copy a message to where its receiver can read it: into the pool, or, where the receiver reads
+ * this process's memory, anywhere. NULL where neither can be. */
 static struct mail_lent *
 lend(struct mail *mail, struct mail_out *out, bool is_read, const uint8_t *data, size_t bytes)
 {
@@ -336,7 +336,8 @@ mail_is_coming(const struct mail *mail, int sender)
 void
 mail_free(struct mail *mail)
 {
-    /* What is lent of the pool stays so: somebody may still be reading it. It ends with the pool. */
+    /* What is lent of the pool stays so: somebody may still be reading it. It ends with the
+     * pool. */
     mail->pool = NULL;
     for (int w = 0; w < mail->num_workers && mail->out != NULL; w++)
         mail_forget(mail, w);

@@ -111,8 +111,8 @@ bool peer_read_memory(pid_t process, uint64_t address, void *to, size_t bytes);
 const struct mail_header *mail_look(struct mail *mail, int sender);
 /* Whether more messages have been sent than were looked at. */
 bool mail_is_coming(const struct mail *mail, int sender);
-/* Read on in the message that was looked at: 1 where that was all, 0 where more is to come, -1 where
- * the sender's process has ended. NULL throws it away. */
+/* Read on in the message that was looked at: 1 where that was all, 0 where more is to come, -1
+ * where the sender's process has ended. NULL throws it away. */
 int mail_read(struct mail *mail, int sender, uint8_t *to, const PoolTableObject *pools,
               pid_t process);
 /* Throw the message that was looked at away, as soon as it can be. */

@@ -1,17 +1,17 @@
 /* Large collectives through shared memory, once all members have arrived (cells.c).
  *
- * Arrays that lie in the workers' memory pools are read and written where they are. What lies
- * elsewhere goes through the staging area of the member that has it, piece by piece: a piece is
- * still in a cache when the others take it. The way is a function of the members' records, and so
- * the same for all.
+ * Arrays that lie in the workers' memory pools are read and written where they are. Others are read
+ * by way of the system from the memory of the process that has them, where it lets all workers do
+ * that; else they go through staging areas (peer_staged.c). The way is a function of the members'
+ * records, and so the same for all.
  *
- * Three counters of each member say how far it is, in steps that each move adds alike to all of them
- * on all members: `put`, the pieces that others may read; `reduced`, those that it has reduced its
- * part of; `taken`, those that it is done with. They only grow, from move to move, so that the
+ * Three counters of each member say how far it is, in steps that each move adds alike to all of
+ * them on all members: `put`, the pieces that others may read; `reduced`, those that it has reduced
+ * its part of; `taken`, those that it is done with. They only grow, from move to move, so that the
  * staging area is not written again before all have read it, and no barrier is needed at the end.
  *
  * Nothing here fails, except that a peer's process ends: a wait notices that after a while. */
-#include "cells.h"
+#include "peer_moves.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -30,25 +30,9 @@
 #define PATIENCE_NS 2000000
 #define SLEEP_NS 100000
 #define LOOKS_PER_CHECK 100
-/* Parts that members work on side by side are cut at cache lines. */
-#define LINE 64
-/* From so many bytes on it pays to write around the caches. */
-#define STREAM_FROM (256 * 1024)
 
-/* The move under way. */
-struct move {
-    CellsObject *self;
-    struct cells_members *c;
-    struct cells_under_way *op;
-    uint64_t base;
-    bool dead;
-};
-
-static inline uint64_t
-smaller(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
+/* The bytes of the last cache, where the system does not say it. */
+#define LAST_CACHE (16L * 1024 * 1024)
 
 /* Waits -----------------------------------------------------------------------------------------*/
 
@@ -71,8 +55,8 @@ has_ended(struct cells_peer *p)
 }
 
 /* Wait until a member's counter has come to `target`. */
-static bool
-reach(struct move *move, int member, const _Atomic uint64_t *counter, uint64_t target)
+bool
+move_reach(struct move *move, int member, const _Atomic uint64_t *counter, uint64_t target)
 {
     if (move->dead)
         return false;
@@ -100,207 +84,17 @@ reach(struct move *move, int member, const _Atomic uint64_t *counter, uint64_t t
     return true;
 }
 
-#define REACH_ALL(move, field, target) \
-    for (int reach_m = 0; reach_m < (move)->c->size; reach_m++) \
-        if (reach_m != (move)->c->rank) \
-    reach(move, reach_m, &(move)->c->peers[reach_m].told->field, target)
-
-static inline struct cells_member *
-mine(struct move *move)
+void
+move_tell_all(struct move *move, uint64_t steps)
 {
-    return move->c->peers[move->c->rank].told;
-}
-
-static inline void
-tell(_Atomic uint64_t *counter, uint64_t value)
-{
-    atomic_store_explicit(counter, value, memory_order_release);
-}
-
-/* End a move of so many steps: this member is done with all of them. */
-static void
-tell_all(struct move *move, uint64_t steps)
-{
-    struct cells_member *me = mine(move);
+    struct cells_member *me = move_mine(move);
     move->c->steps = move->base + steps;
-    tell(&me->reduced, move->base + steps);
-    tell(&me->taken, move->base + steps);
-    tell(&me->put, move->base + steps);
+    move_tell(&me->reduced, move->base + steps);
+    move_tell(&me->taken, move->base + steps);
+    move_tell(&me->put, move->base + steps);
 }
 
-/* Staged ----------------------------------------------------------------------------------------*/
-
-/* The bytes of a piece: with fewer bytes, smaller ones, so that members work at the same time. */
-static size_t
-piece_size(size_t bytes, size_t most)
-{
-    size_t piece = (bytes / 4 + LINE - 1) / LINE * LINE;
-    if (piece < most / 4)
-        piece = most / 4;
-    return (piece < most ? piece : most) / LINE * LINE;
-}
-
-static inline uint8_t *
-stage(struct move *move, int member, uint64_t step)
-{
-    return move->c->peers[member].staging + (move->base + step) % CELLS_STAGES * CELLS_PIECE;
-}
-
-static inline uint8_t *
-result_stage(struct move *move, int member, uint64_t step)
-{
-    return stage(move, member, step) + CELLS_STAGES * CELLS_PIECE;
-}
-
-/* Where part `m` of `count` elements begins, at a cache line of the array. */
-static size_t
-part_begin(size_t count, size_t itemsize, int m, int size)
-{
-    if (m == size)
-        return count;
-    size_t lines = (count * itemsize + LINE - 1) / LINE;
-    size_t begin = lines * m / size * LINE / itemsize;
-    return begin < count ? begin : count;
-}
-
-static void
-staged_allreduce(struct move *move)
-{
-    struct cells_members *c = move->c;
-    struct cells_under_way *op = move->op;
-    struct cells_member *me = mine(move);
-    int size = c->size, rank = c->rank;
-    size_t itemsize = op->bytes / op->count;
-    size_t piece = piece_size(op->bytes, CELLS_PIECE) / itemsize;
-    uint64_t steps = (op->count + piece - 1) / piece;
-    const void *ins[size];
-    for (uint64_t i = 0; i < steps + 2; i++) {
-        if (i < steps) {
-            /* Put the others' parts of this piece where they can read them. */
-            size_t at = i * piece, count = smaller(piece, op->count - at);
-            if (move->base + i + 1 > CELLS_STAGES)
-                REACH_ALL(move, reduced, move->base + i + 1 - CELLS_STAGES);
-            uint8_t *to = stage(move, rank, i);
-            const uint8_t *from = op->send + at * itemsize;
-            size_t begin = part_begin(count, itemsize, rank, size) * itemsize;
-            size_t end = part_begin(count, itemsize, rank + 1, size) * itemsize;
-            disco_copy(to, from, begin, 1);
-            disco_copy(to + end, from + end, count * itemsize - end, 1);
-            tell(&me->put, move->base + i + 1);
-        }
-        if (i >= 1 && i - 1 < steps) {
-            uint64_t step = i - 1;
-            size_t at = step * piece, count = smaller(piece, op->count - at);
-            size_t begin = part_begin(count, itemsize, rank, size);
-            size_t end = part_begin(count, itemsize, rank + 1, size);
-            REACH_ALL(move, put, move->base + step + 1);
-            if (move->base + step + 1 > CELLS_STAGES)
-                REACH_ALL(move, taken, move->base + step + 1 - CELLS_STAGES);
-            for (int m = 0; m < size; m++)
-                ins[m] = m == rank ? op->send + (at + begin) * itemsize
-                                   : stage(move, m, step) + begin * itemsize;
-            void *outs[2] = {op->recv + (at + begin) * itemsize,
-                             result_stage(move, rank, step) + begin * itemsize};
-            if (!move->dead)
-                disco_reduce(op->dtype, op->kind, outs, 2, ins, size, end - begin, 0);
-            tell(&me->reduced, move->base + step + 1);
-        }
-        if (i >= 2) {
-            uint64_t step = i - 2;
-            size_t at = step * piece, count = smaller(piece, op->count - at);
-            for (int d = 1; d < size; d++) {
-                int m = (rank + d) % size;
-                reach(move, m, &c->peers[m].told->reduced, move->base + step + 1);
-                size_t begin = part_begin(count, itemsize, m, size) * itemsize;
-                size_t end = part_begin(count, itemsize, m + 1, size) * itemsize;
-                disco_copy(op->recv + at * itemsize + begin, result_stage(move, m, step) + begin,
-                           end - begin, op->bytes >= STREAM_FROM);
-            }
-            tell(&me->taken, move->base + step + 1);
-        }
-    }
-    tell_all(move, steps);
-}
-
-/* The others: some members put their stream of pieces, some take those of others. */
-static void
-staged_copy(struct move *move)
-{
-    struct cells_members *c = move->c;
-    struct cells_under_way *op = move->op;
-    struct cells_member *me = mine(move);
-    int size = c->size, rank = c->rank;
-    bool first = rank == 0;
-    bool puts, takes;
-    switch (op->operation) {
-    case CELLS_GATHER:
-        puts = !first;
-        takes = first;
-        break;
-    case CELLS_BROADCAST:
-    case CELLS_SCATTER:
-        puts = first;
-        takes = !first;
-        break;
-    default:
-        puts = takes = true;
-    }
-    /* A scatter's piece has something for each of the others. */
-    size_t shares = op->operation == CELLS_SCATTER ? size - 1 : 1;
-    size_t most = CELLS_PIECE / shares / LINE * LINE;
-    size_t piece = most == 0 ? 1 : piece_size(op->bytes, most);
-    uint64_t steps = (op->bytes + piece - 1) / piece;
-    if (!puts)
-        tell(&me->put, move->base + steps);
-    if (!takes) {
-        tell(&me->reduced, move->base + steps);
-        tell(&me->taken, move->base + steps);
-    }
-    size_t own = op->operation == CELLS_ALLGATHER || op->operation == CELLS_GATHER ? rank : 0;
-    for (uint64_t i = 0; i < steps + 1; i++) {
-        if (i < steps) {
-            size_t at = i * piece, bytes = smaller(piece, op->bytes - at);
-            if (puts) {
-                if (move->base + i + 1 > CELLS_STAGES)
-                    REACH_ALL(move, taken, move->base + i + 1 - CELLS_STAGES);
-                uint8_t *to = stage(move, rank, i);
-                if (op->operation == CELLS_SCATTER)
-                    for (int m = 1; m < size; m++)
-                        disco_copy(to + (m - 1) * piece, op->send + m * op->bytes + at, bytes, 1);
-                else
-                    disco_copy(to, op->send + at, bytes, 1);
-                tell(&me->put, move->base + i + 1);
-            }
-            /* This member's own share. */
-            if (op->recv != NULL && op->send != NULL && op->recv + own * op->bytes != op->send)
-                disco_copy(op->recv + own * op->bytes + at, op->send + at, bytes,
-                           op->bytes >= STREAM_FROM);
-        }
-        if (i >= 1 && takes) {
-            uint64_t step = i - 1;
-            size_t at = step * piece, bytes = smaller(piece, op->bytes - at);
-            for (int d = 1; d < size; d++) {
-                int m = (rank + d) % size;
-                if (m != 0
-                    && (op->operation == CELLS_BROADCAST || op->operation == CELLS_SCATTER))
-                    continue;
-                reach(move, m, &c->peers[m].told->put, move->base + step + 1);
-                const uint8_t *from = stage(move, m, step);
-                uint8_t *to = op->recv + at;
-                if (op->operation == CELLS_SCATTER)
-                    from += (rank - 1) * piece;
-                else if (op->operation != CELLS_BROADCAST)
-                    to += m * op->bytes;
-                disco_copy(to, from, bytes, op->bytes >= STREAM_FROM);
-            }
-            tell(&me->reduced, move->base + step + 1);
-            tell(&me->taken, move->base + step + 1);
-        }
-    }
-    tell_all(move, steps);
-}
-
-/* In the members' own arrays ---------------------------------------------------------------------*/
+/* In the members' own arrays --------------------------------------------------------------------*/
 
 /* The pieces in which another process's memory is read to be reduced. */
 #define READ_PIECE 65536
@@ -401,11 +195,11 @@ fetch(struct move *move, int member, uint32_t which, size_t size, size_t at, uin
     if (member == move->c->rank) {
         const uint8_t *from = which == CELLS_SEND_IN_POOL ? op->send : op->recv;
         if (from + at != to)
-            disco_copy(to, from + at, bytes, bytes >= STREAM_FROM);
+            disco_copy(to, from + at, bytes, move->stream);
     } else if (flags_of(move, member) & which) {
         const uint8_t *from = placed(move, member, which, size);
         if (from != NULL)
-            disco_copy(to, from + at, bytes, bytes >= STREAM_FROM);
+            disco_copy(to, from + at, bytes, move->stream);
     } else if (!move->dead) {
         const struct cells_cell *cell = cell_of(move, member);
         uint64_t address = atomic_load_explicit(
@@ -421,8 +215,8 @@ fetch(struct move *move, int member, uint32_t which, size_t size, size_t at, uin
 static void
 exit_barrier(struct move *move, uint64_t steps)
 {
-    tell_all(move, steps);
-    REACH_ALL(move, put, move->base + steps);
+    move_tell_all(move, steps);
+    MOVE_REACH_ALL(move, put, move->base + steps);
 }
 
 /* Every member reduces its part, from where the arrays are to where they are. */
@@ -432,8 +226,8 @@ pushed_allreduce(struct move *move)
     struct cells_under_way *op = move->op;
     int size = move->c->size, rank = move->c->rank;
     size_t itemsize = op->bytes / op->count;
-    size_t begin = part_begin(op->count, itemsize, rank, size);
-    size_t count = part_begin(op->count, itemsize, rank + 1, size) - begin;
+    size_t begin = move_part_begin(op->count, itemsize, rank, size);
+    size_t count = move_part_begin(op->count, itemsize, rank + 1, size) - begin;
     const void *ins[size];
     void *outs[size];
     bool reachable = true;
@@ -447,7 +241,7 @@ pushed_allreduce(struct move *move)
         }
     }
     if (reachable)
-        disco_reduce(op->dtype, op->kind, outs, size, ins, size, count, op->bytes >= STREAM_FROM);
+        disco_reduce(op->dtype, op->kind, outs, size, ins, size, count, move->stream);
     exit_barrier(move, 1);
 }
 
@@ -458,15 +252,15 @@ pulled_allreduce(struct move *move)
     struct cells_under_way *op = move->op;
     int size = move->c->size, rank = move->c->rank;
     size_t itemsize = op->bytes / op->count;
-    size_t begin = part_begin(op->count, itemsize, rank, size);
-    size_t end = part_begin(op->count, itemsize, rank + 1, size);
+    size_t begin = move_part_begin(op->count, itemsize, rank, size);
+    size_t end = move_part_begin(op->count, itemsize, rank + 1, size);
     /* All have done with the staging area, since they have come to this operation. */
     uint8_t *scratch = move->c->peers[rank].staging;
     size_t most = (size_t)CELLS_STAGING / (size - 1);
-    size_t piece = smaller(most, READ_PIECE) / LINE * LINE / itemsize;
+    size_t piece = move_smaller(most, READ_PIECE) / LINE * LINE / itemsize;
     const void *ins[size];
     for (size_t at = begin; at < end; at += piece) {
-        size_t count = smaller(piece, end - at);
+        size_t count = move_smaller(piece, end - at);
         for (int m = 0, used = 0; m < size; m++) {
             if (m == rank) {
                 ins[m] = op->send + at * itemsize;
@@ -479,12 +273,12 @@ pulled_allreduce(struct move *move)
         void *outs[1] = {op->recv + at * itemsize};
         disco_reduce(op->dtype, op->kind, outs, 1, ins, size, count, 0);
     }
-    tell(&mine(move)->put, move->base + 1);
+    move_tell(&move_mine(move)->put, move->base + 1);
     for (int d = 1; d < size; d++) {
         int m = (rank + d) % size;
-        reach(move, m, &move->c->peers[m].told->put, move->base + 1);
-        size_t from = part_begin(op->count, itemsize, m, size) * itemsize;
-        size_t to = part_begin(op->count, itemsize, m + 1, size) * itemsize;
+        move_reach(move, m, &move->c->peers[m].told->put, move->base + 1);
+        size_t from = move_part_begin(op->count, itemsize, m, size) * itemsize;
+        size_t to = move_part_begin(op->count, itemsize, m + 1, size) * itemsize;
         fetch(move, m, CELLS_RECV_IN_POOL, op->bytes, from, op->recv + from, to - from);
     }
     exit_barrier(move, 2);
@@ -510,7 +304,8 @@ move_in_place(struct move *move)
             return false;
         return true;
     case CELLS_ALLGATHER:
-        if (all & CELLS_RECV_IN_POOL) {
+        if ((all & CELLS_RECV_IN_POOL)
+            && (!(all & CELLS_SEND_IN_POOL) || move->stream)) {
             /* Piece by piece, so that it is read from memory once. */
             for (size_t at = 0; at < bytes; at += CELLS_PIECE)
                 for (int d = 0; d < size; d++) {
@@ -518,7 +313,7 @@ move_in_place(struct move *move)
                     uint8_t *to = placed(move, m, CELLS_RECV_IN_POOL, bytes * size);
                     if (to != NULL && to + rank * bytes != op->send)
                         disco_copy(to + rank * bytes + at, op->send + at,
-                                   smaller(bytes - at, CELLS_PIECE), bytes >= STREAM_FROM);
+                                   move_smaller(bytes - at, CELLS_PIECE), move->stream);
                 }
         } else if (read || (all & CELLS_SEND_IN_POOL)) {
             for (int d = 0; d < size; d++) {
@@ -532,7 +327,7 @@ move_in_place(struct move *move)
         if (root & CELLS_RECV_IN_POOL) {
             uint8_t *to = placed(move, 0, CELLS_RECV_IN_POOL, bytes * size);
             if (to != NULL && to + rank * bytes != op->send)
-                disco_copy(to + rank * bytes, op->send, bytes, bytes >= STREAM_FROM);
+                disco_copy(to + rank * bytes, op->send, bytes, move->stream);
         } else if (read || (others & CELLS_SEND_IN_POOL)) {
             for (int m = 0; rank == 0 && m < size; m++)
                 fetch(move, m, CELLS_SEND_IN_POOL, bytes, 0, op->recv + m * bytes, bytes);
@@ -546,7 +341,7 @@ move_in_place(struct move *move)
             for (int m = 0; rank == 0 && m < size; m++) {
                 uint8_t *to = placed(move, m, CELLS_RECV_IN_POOL, bytes);
                 if (to != NULL && to != op->send + m * bytes)
-                    disco_copy(to, op->send + m * bytes, bytes, bytes >= STREAM_FROM);
+                    disco_copy(to, op->send + m * bytes, bytes, move->stream);
             }
         } else
             return false;
@@ -560,17 +355,17 @@ move_in_place(struct move *move)
             const uint8_t *from = placed(move, 0, CELLS_RECV_IN_POOL, bytes);
             uint64_t steps = (bytes + CELLS_PIECE - 1) / CELLS_PIECE;
             for (uint64_t i = 0; i < steps; i++) {
-                size_t at = i * CELLS_PIECE, length = smaller(bytes - at, CELLS_PIECE);
+                size_t at = i * CELLS_PIECE, length = move_smaller(bytes - at, CELLS_PIECE);
                 if (rank == 0) {
                     memcpy(op->recv + at, op->send + at, length);
-                    tell(&mine(move)->put, move->base + i + 1);
-                } else if (reach(move, 0, &c->peers[0].told->put, move->base + i + 1)
+                    move_tell(&move_mine(move)->put, move->base + i + 1);
+                } else if (move_reach(move, 0, &c->peers[0].told->put, move->base + i + 1)
                            && from != NULL)
-                    disco_copy(op->recv + at, from + at, length, bytes >= STREAM_FROM);
+                    disco_copy(op->recv + at, from + at, length, move->stream);
             }
-            tell_all(move, steps);
+            move_tell_all(move, steps);
             if (rank == 0)
-                REACH_ALL(move, taken, move->base + steps);
+                MOVE_REACH_ALL(move, taken, move->base + steps);
             return true;
         } else if (read)
             fetch(move, 0, CELLS_SEND_IN_POOL, bytes, 0, op->recv, bytes);
@@ -582,17 +377,40 @@ move_in_place(struct move *move)
     return true;
 }
 
+/* Whether the arrays of all members together are more than the last cache holds. */
+static bool
+is_beyond_caches(const struct cells_under_way *op)
+{
+    static long cache;
+    if (cache == 0) {
+        long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+        cache = found > 0 ? found : LAST_CACHE;
+    }
+    size_t size = op->members->size, parts;
+    switch (op->operation) {
+    case CELLS_ALLREDUCE:
+        parts = op->send == op->recv ? size : 2 * size;
+        break;
+    case CELLS_ALLGATHER:
+        parts = size * (size + 1);
+        break;
+    case CELLS_BROADCAST:
+        parts = size + 1;
+        break;
+    default:
+        parts = 2 * size;
+    }
+    return op->bytes > (size_t)cache / parts;
+}
+
 enum cells_verdict
 peer_move(CellsObject *self)
 {
     struct cells_under_way *op = &self->op;
     struct cells_members *c = op->members;
-    struct move move = {.self = self, .c = c, .op = op, .base = c->steps};
-    if (!move_in_place(&move)) {
-        if (op->operation == CELLS_ALLREDUCE)
-            staged_allreduce(&move);
-        else
-            staged_copy(&move);
-    }
+    struct move move = {.self = self, .c = c, .op = op, .base = c->steps,
+                        .stream = is_beyond_caches(op)};
+    if (!move_in_place(&move))
+        move_staged(&move);
     return move.dead ? CELLS_DEAD : CELLS_MOVED;
 }
