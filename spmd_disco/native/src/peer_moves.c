@@ -383,7 +383,10 @@ is_beyond_caches(const struct cells_under_way *op)
 {
     static long cache;
     if (cache == 0) {
-        long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+        long found = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+        found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
         cache = found > 0 ? found : LAST_CACHE;
     }
     size_t size = op->members->size, parts;

@@ -13,7 +13,7 @@ struct move {
     struct cells_members *c;
     struct cells_under_way *op;
     uint64_t base;
-    /* Whether what is written goes around the caches: the arrays of all are more than these hold. */
+    /* Whether what is written goes around the caches, as the arrays are more than these hold. */
     bool stream;
     bool dead;
 };
