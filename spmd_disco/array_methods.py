@@ -160,8 +160,9 @@ class ArrayMethods:
         Parameters
         ----------
         ccl : str
-            ``"peer"`` or ``"mpi"``. It is chosen when the session is opened (see
-            ``SPMD_DISCO_CCL``), and this must be the one.
+            ``"mpi"``, or ``"peer"`` where the session goes by shared memory. Which of the two it is
+            was settled when the session was opened (see ``SPMD_DISCO_CCL``); as shared memory
+            stands in for MPI on one node, ``"mpi"`` is right there, too.
         *device_ids : int
             Accepted, and without meaning on CPUs.
 
@@ -171,12 +172,12 @@ class ArrayMethods:
             The session has another data plane.
         """
         mine = self._controller.worker.ccl.name
-        if ccl != mine:
+        if ccl not in (mine, "mpi"):
             raise ValueError(
                 f"the CCL {ccl!r} is not available: this session has been opened with {mine!r}; "
                 "SPMD_DISCO_CCL=mpi or SPMD_DISCO_CCL=peer in the environment chooses another"
             )
-        self._call("runtime.disco._init_ccl", (ccl,), {})
+        self._call("runtime.disco._init_ccl", (mine,), {})
 
     def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Copy an array of the controller to all workers.
