@@ -418,7 +418,7 @@ def _need_drefs(**arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, DRef):
             raise TypeError(
-                f"{name} is a DRef, not a {type(value).__name__}: an array gets to the workers "
+                f"{name} must be a DRef, not {type(value).__name__}: an array gets to the workers "
                 "with broadcast(), scatter(), put() or copy_to_worker_0()"
             )
 

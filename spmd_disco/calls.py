@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 from . import pickling, registry
 from .codec import (
     COMPACT,
@@ -100,11 +102,13 @@ class CallEncoder:
 
     def known(self, func: Any) -> bytes | None:
         """Return the digest of a function that went by value before and is still the same."""
-        if type(func) is not FunctionType:
+        if type(func) is not FunctionType or cloudpickle.list_registry_pickle_by_value():
             return None
         settled = self._settled.get(id(func.__code__))
         if settled is None or settled[1] not in self._controller.codes:
             return None
+        if registry.importable(func) is not None:
+            return None  # it can be imported by now
         parts = fingerprint(func)
         if parts is None or len(parts) != len(settled[0]):
             return None

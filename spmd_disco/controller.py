@@ -306,6 +306,7 @@ class Controller(_State):
 
     def _recover(self, number: int, message: bytes, error: BaseException) -> None:
         """Bring worker 0 to where the others will be, after an interrupt in between."""
+        self._output.give_back()
         if self.channel.published == number and self.worker.finished != number:
             interrupted = isinstance(error, KeyboardInterrupt)
             if interrupted:
@@ -318,7 +319,7 @@ class Controller(_State):
         """Raise what is not just worker 0's failure, but an interrupt of the whole program."""
         if isinstance(error, KeyboardInterrupt) and self.interrupts.hit:
             self._interrupt_workers()
-            raise KeyboardInterrupt
+            raise error  # where it struck shows in its traceback
 
     @staticmethod
     def _own_copy(message: bytes, flags: int) -> Command:

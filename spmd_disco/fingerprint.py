@@ -99,7 +99,11 @@ def _parts_of(function: FunctionType) -> list[object] | None:
     names = _names_in(code)
     if names:
         fields = function.__globals__
-        parts += [fields.get(name, _MISSING) for name in names]
+        values = [fields.get(name, _MISSING) for name in names]
+        parts += values
+        if any(hasattr(value, "__path__") for value in values):
+            # The pickle of a function that uses a package names the submodules that are imported.
+            parts.append(sys.intern(str(len(sys.modules))))
     return parts
 
 
@@ -117,7 +121,8 @@ def _is_settled(value: object) -> bool:
     if type(value) in _CONSTANTS or isinstance(value, CodeType) or value is _MISSING:
         return True
     if type(value) is tuple:
-        return all(map(_is_settled, value))
+        # Functions in there have not been looked through.
+        return all(type(v) is not FunctionType and _is_settled(v) for v in value)
     if type(value) is FunctionType:
         # Either by name, or its own parts are in the fingerprint.
         return True

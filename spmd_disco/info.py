@@ -22,7 +22,7 @@ from .singleton import trap
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["collect"]
+__all__ = ["collect", "without_mpi"]
 
 _PACKAGES = ("numpy", "mpi4py", "ml_dtypes", "cloudpickle")
 _THREAD_LEVELS = ("MPI_THREAD_SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -160,6 +160,48 @@ def _alike(values: list[str]) -> list[str]:
     return [f"{value} (ranks {_ranges(which)})" for value, which in ranks.items()]
 
 
+def _of_this_process() -> dict[str, str]:
+    """Tell what may differ from process to process, where MPI plays no part in it."""
+    return {
+        "host": socket.gethostname(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "native": "loaded" if native.available() else native.why_not,
+        "cores": f"{_cores()}; BLAS threads: {_blas_threads()}",
+        "gpus": _gpus(),
+        "settings": ", ".join(
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIX)
+        ),
+    }
+
+
+def without_mpi(why: Exception) -> str:
+    """Say what is to be known of this machine where there is no MPI library."""
+    mine = _of_this_process()
+    local = "need the native module" if not native.available() else "ready (-n, ProcessSession)"
+    lines = [
+        ("spmd_disco", __version__),
+        ("Python", mine["python"]),
+        ("packages", mine["packages"]),
+        ("native module", mine["native"]),
+        ("platform", platform.platform()),
+        ("MPI library", f"none: {' '.join(str(why).split())[:200]}"),
+        ("without MPI", f"sessions of local processes {local}"),
+        ("host", mine["host"]),
+        ("cores", mine["cores"]),
+        ("GPUs", mine["gpus"]),
+        ("settings", mine["settings"] or "none"),
+    ]
+    return _table(lines)
+
+
+def _table(lines: list[tuple[str, str]]) -> str:
+    width = max(len(label) for label, _ in lines)
+    return "".join(f"{label:{width}}  {value}\n" for label, value in lines)
+
+
 def collect(world: MPI.Intracomm) -> str | None:
     """Gather what is to be known about a job. Collective.
 
@@ -177,20 +219,10 @@ def collect(world: MPI.Intracomm) -> str | None:
 
     # The settings may differ too, where a launcher does not pass the environment on.
     mine: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
-        "native": "loaded" if native.available() else native.why_not,
-        "cores": f"{_cores()}; BLAS threads: {_blas_threads()}",
-        "gpus": _gpus(),
+        **_of_this_process(),
         "channel": _channel(world),
         "ccl": _ccl(world),
         "memory": _peer_memory(world),
-        "settings": ", ".join(
-            f"{name}={value}"
-            for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIX)
-        ),
     }
     everyone = world.gather(mine, root=0)
     if everyone is None:
@@ -235,5 +267,4 @@ def collect(world: MPI.Intracomm) -> str | None:
     add("peer memory", common("memory"))
     add("GPUs", common("gpus"))
     add("settings", [text or "none" for text in common("settings")])
-    width = max(len(label) for label, _ in lines)
-    return "".join(f"{label:{width}}  {value}\n" for label, value in lines)
+    return _table(lines)

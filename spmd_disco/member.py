@@ -183,6 +183,16 @@ class Member:
         if self._watcher is not None:
             self._watcher.interrupt()
 
+    def give_up(self) -> bool:
+        """End the workers by force, where that can be done, and with them the session.
+
+        Returns
+        -------
+        bool
+            Whether it could be done here.
+        """
+        return False
+
     def shutdown(self, timeout: float | None) -> None:
         """On the controller: work everything off, then close everywhere."""
         controller = self.controller

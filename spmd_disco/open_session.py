@@ -14,8 +14,9 @@ import weakref
 from types import TracebackType
 
 from . import lobby
-from .errors import DiscoError, WorkerDied, WorkerError
-from .interrupt import uninterrupted
+from .config import seconds, setting
+from .errors import DiscoError, DiscoTimeout, WorkerDied, WorkerError
+from .interrupt import INTERRUPTED, PATIENCE_AFTER_INTERRUPT, uninterrupted
 from .member import Member
 from .sessions import Session
 from .worker import current_worker
@@ -93,10 +94,23 @@ class OpenSession(Session):
         if error is None:
             member.shutdown(None)
             return
-        if isinstance(error, KeyboardInterrupt):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
             member.interrupt()
         try:
-            member.shutdown(None)
+            try:
+                member.shutdown(
+                    PATIENCE_AFTER_INTERRUPT if interrupted else setting("GRACE", 5.0, seconds)
+                )
+            except DiscoTimeout:
+                if interrupted:
+                    raise
+                member.interrupt()
+                member.shutdown(PATIENCE_AFTER_INTERRUPT)
+        except DiscoTimeout as e:
+            # Python cannot interrupt code in C, and a function may catch what interrupts it.
+            what = "the workers are killed" if member.give_up() else "the session stays open"
+            print(f"spmd_disco: {e}, and {what}", file=sys.stderr, flush=True)
         except (WorkerError, WorkerDied) as e:
             if e is not error:
                 # The block's own error goes on; this one must not be lost beside it.
@@ -221,7 +235,17 @@ def _at_exit() -> None:
 def close_finally() -> None:
     """Shut the open session down, and tell what nobody has observed."""
     global _failed
-    error = close_open_session()
+    # What has ended the program, if an exception has.
+    ending = getattr(sys, "last_type", None)
+    interrupted = ending is not None and issubclass(ending, KeyboardInterrupt)
+    patience = None if ending is None else setting("GRACE", 5.0, seconds)
+    try:
+        error = close_open_session(
+            interrupt=interrupted, patience=PATIENCE_AFTER_INTERRUPT if interrupted else patience
+        )
+    except DiscoTimeout as e:
+        _give_up(e)
+        return
     if error is None:
         return
     if _started_locally or lobby.current() is not None:
@@ -229,6 +253,16 @@ def close_finally() -> None:
         return
     print(f"spmd_disco: failures that nobody has observed: {error}", file=sys.stderr, flush=True)
     _failed = True
+
+
+def _give_up(why: DiscoTimeout) -> None:
+    """End a program that an exception has ended, and whose workers do not come back."""
+    member = Member.latest
+    killed = member is not None and member.give_up()
+    end = "the workers are killed" if killed else "the job is aborted"
+    print(f"spmd_disco: {why}, and {end}", file=sys.stderr, flush=True)
+    if not killed:
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(INTERRUPTED)
 
 
 def end_with_failure() -> None:

@@ -226,11 +226,18 @@ class WorkerOutput:
         if self._depth == 1:
             if self._pending:
                 self.end_command()
-            self._depth = 0
+            # The depth last, so that a signal's handler that raises in here can be made good.
             sys.stdout = self._real_out
             sys.stderr = self._real_err
+            self._depth = 0
         elif self._depth:
             self._depth -= 1
+
+    def give_back(self) -> None:
+        """Do what `leave` does, after an interrupt in `enter` or `leave` themselves."""
+        if self._depth:
+            self._depth = 1
+            self.leave()
 
     def end_command(self) -> None:
         """Pass on partial lines that a command has left behind. Cheap when there is none."""

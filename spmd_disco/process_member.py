@@ -50,8 +50,9 @@ class _NoCommunicator:
             raise AttributeError(self._name)
         raise DiscoError(
             f"get_worker().{self._name}: this session's workers are processes without MPI "
-            "(ProcessSession); use the session's collectives (di.allreduce and so on), or start "
-            "the program under mpirun and open an MPISession"
+            "(ProcessSession); call the collectives by name, as in "
+            'di.get_global_func("runtime.disco.allreduce"), or start the program under mpirun '
+            "and open an MPISession"
         )
 
     def __set__(self, worker: WorkerInfo, value: object) -> None:
@@ -164,6 +165,10 @@ class ProcessMember(Member):
         self, worker_id: int, num_workers: int, num_groups: int, timeout: float | None, node: Node
     ) -> None:
         super().__init__(timeout)
+        #: Seconds that the workers get to end by themselves.
+        self._grace = setting("GRACE", 5.0, seconds)
+        #: Whether the workers are being told to end.
+        self._closing = False
         self.use_node(node)
         none: Any = None
         self.info = ProcessWorkerInfo(worker_id, num_workers, num_groups, cpu(), none, none)
@@ -255,6 +260,8 @@ class ProcessMember(Member):
         node, controller = self._node, self.controller
         if node is None or not isinstance(controller, _Controller) or controller.death is not None:
             return
+        if self._closing and status == 0:
+            return  # it has worked off the last command, and said so
         now = node.status(worker_id)
         function, command = (now["function"], now["running"]) if now["running"] else ("", 0)
         controller.death = death = WorkerDied(worker_id, pid, status, function, command)
@@ -278,6 +285,10 @@ class ProcessMember(Member):
         if self.clear_away() and not self._controller.told:
             self._controller.check()
 
+    def _close_all(self) -> None:
+        self._closing = True
+        super()._close_all()
+
     def clear_away(self) -> bool:
         if self._controller.death is None:
             return False
@@ -294,9 +305,15 @@ class ProcessMember(Member):
                 self._end()
         controller.interrupts.remove()
 
+    def give_up(self) -> bool:
+        self._controller.closed = True
+        self._grace = 0.0
+        self._uninterrupted(self._abandon)
+        return True
+
     def _free(self) -> None:
         if self._processes is not None:
-            self._processes.end(setting("GRACE", 5.0, seconds))
+            self._processes.end(self._grace)
 
 
 def serve(link: Link) -> None:

@@ -365,6 +365,54 @@ sess.call(wait).get(1)
     wait_until_gone([int(ended.lines[0])])
 
 
+@pytest.mark.parametrize("with_block", [True, False])
+def test_ctrl_c_with_a_worker_in_c_code(start, local_app, with_block):
+    """Nothing in Python can interrupt it, so it is killed."""
+    local_app(
+        f"""
+sess = di.session(2)
+def work():
+    if ident():
+        open("there", "w").close()
+        return sum(range(10**11))
+def report():
+    while not os.path.exists("there"):
+        time.sleep(0.01)
+    print("ready", flush=True)
+print(sess.call(os.getpid).get(1), flush=True)
+threading.Thread(target=report).start()
+with sess if {with_block} else contextlib.nullcontext():
+    sess.call(work).get(1)
+""".replace("sess = di", "import contextlib\nsess = di", 1)
+    )
+    job = start(1, "app.py", command=[sys.executable])
+    job.wait_for("ready")
+    started = time.monotonic()
+    os.killpg(job.process.pid, signal.SIGINT)
+    ended = job.wait()
+    assert ended.status in (130, -signal.SIGINT)
+    assert time.monotonic() - started < 10
+    assert "KeyboardInterrupt" in ended.err
+    assert re.search(r"waiting for worker 1 .*, and the workers are killed", ended.err)
+    wait_until_gone([int(ended.lines[0])])
+
+
+def test_an_exception_with_a_worker_that_goes_on(plain, local_app):
+    local_app(
+        """
+def work():
+    return ident() and sum(range(10**11))
+with di.session(2) as sess:
+    sess.call(work)
+    raise ValueError("mine")
+"""
+    )
+    ended = plain("app.py", env={"SPMD_DISCO_GRACE": "0.5"})
+    assert ended.status == 1
+    assert "ValueError: mine" in ended.err
+    assert "the workers are killed" in ended.err
+
+
 def test_twenty_sessions_leave_nothing(plain, local_app):
     local_app(
         """

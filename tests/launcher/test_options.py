@@ -81,6 +81,13 @@ def test_info_without_what_is_native(run):
     assert re.search("^peer memory +none ", ended.out, re.MULTILINE)
 
 
+def test_info_without_mpi(alone):
+    ended = alone("--info", env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
+    assert (ended.status, ended.err) == (0, "")
+    assert re.search("^MPI library +none: .*/nonexistent/libmpi.so", ended.out, re.MULTILINE)
+    assert re.search("^without MPI +sessions of local processes ready", ended.out, re.MULTILINE)
+
+
 SLURM = {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
 
 

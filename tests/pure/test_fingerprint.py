@@ -2,6 +2,7 @@
 
 import math
 import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -173,3 +174,21 @@ def test_modules_that_go_by_value_settle_nothing() -> None:
 def test_too_many_functions_are_not_followed() -> None:
     lines = [f"def f{i}(): return f{i + 1}()" for i in range(100)]
     assert fingerprint(define("\n".join(lines))["f0"]) is None
+
+
+def test_functions_in_tuples_settle_nothing() -> None:
+    for source in ("def f(): return H[0]()", "def f(h=H): return h[0]()"):
+        scope = define("K = 1\ndef g(): return K\nH = (g,)")
+        exec(source, scope)
+        parts = fingerprint(scope["f"])
+        assert parts is not None
+        assert not is_settled(parts)
+
+
+def test_a_submodule_that_is_imported_later_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import xml
+
+    scope = define("def f(): return xml.anything", xml=xml)
+    first = fingerprint(scope["f"])
+    monkeypatch.setitem(sys.modules, "xml.anything", types.ModuleType("xml.anything"))
+    assert not same(first, fingerprint(scope["f"]))
