@@ -70,15 +70,16 @@ class MPISession(OpenSession):
                 "«python -m spmd_disco -n» starts workers without MPI: open the session with "
                 "di.session() or ProcessSession, or start the job with mpirun and without -n"
             )
-        self._make_way()
-        from mpi4py import MPI
+        with self._opening:
+            self._make_way()
+            from mpi4py import MPI
 
-        if MPI.Is_finalized():
-            raise DiscoError("MPI has been finalized: no session can be opened any more")
-        comm = _communicator(comm)
-        check_groups(comm.size, num_groups, timeout)
-        hook_finalize()
-        self._adopt(Rank.open(comm, num_groups, timeout, lobby.current()))
+            if MPI.Is_finalized():
+                raise DiscoError("MPI has been finalized: no session can be opened any more")
+            comm = _communicator(comm)
+            check_groups(comm.size, num_groups, timeout)
+            hook_finalize()
+            self._adopt(Rank.open(comm, num_groups, timeout, lobby.current()))
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is not there, such as the controller on the other ranks.

@@ -10,8 +10,10 @@ import atexit
 import gc
 import os
 import sys
+import threading
 import weakref
 from types import TracebackType
+from typing import ClassVar
 
 from . import lobby
 from .config import seconds, setting
@@ -42,6 +44,8 @@ class OpenSession(Session):
     """A session that is opened by being constructed, one at a time in a process."""
 
     _member: Member
+    #: Threads that open sessions at the same time take turns.
+    _opening: ClassVar[threading.RLock] = threading.RLock()
 
     @staticmethod
     def _make_way() -> None:

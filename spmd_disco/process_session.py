@@ -90,11 +90,12 @@ class ProcessSession(OpenSession):
                 f"a ProcessSession needs the native module, which is {native.why_not}; start the "
                 "program with «mpirun -n N python -m spmd_disco» and open an MPISession instead"
             )
-        self._make_way()
-        close_at_exit()
-        from .process_member import ProcessMember
+        with self._opening:
+            self._make_way()
+            close_at_exit()
+            from .process_member import ProcessMember
 
-        self._adopt(ProcessMember.start(num_workers, num_groups, timeout, entrypoint))
+            self._adopt(ProcessMember.start(num_workers, num_groups, timeout, entrypoint))
 
     def __enter__(self) -> Session:
         self._controller.check()

@@ -413,6 +413,26 @@ with di.session(2) as sess:
     assert "the workers are killed" in ended.err
 
 
+def test_threads_that_open_at_the_same_time(plain, local_app):
+    local_app(
+        """
+opened, refused = [], []
+def open_one():
+    try:
+        opened.append(di.ProcessSession(2))
+    except di.DiscoError as e:
+        refused.append(str(e))
+threads = [threading.Thread(target=open_one) for _ in range(3)]
+for t in threads: t.start()
+for t in threads: t.join()
+print(len(opened), [text.startswith("a session is open") for text in refused])
+opened[0].shutdown()
+"""
+    )
+    ended = plain("app.py")
+    assert (ended.status, ended.out, ended.err) == (0, "1 [True, True]\n", "")
+
+
 def test_twenty_sessions_leave_nothing(plain, local_app):
     local_app(
         """
