@@ -95,6 +95,17 @@ def test_files_that_are_named_exist(name: str) -> None:
         assert any(place.exists() for place in places), f"{name} names {named}"
 
 
+def test_the_benchmarks_are_measured() -> None:
+    parts = re.findall(
+        r"<!-- measured: ([\w-]+) -->\n(.*?)<!-- end -->", page("benchmarks.md"), re.DOTALL
+    )
+    assert [name for name, _ in parts] == [
+        *("environment", "control", "collectives-2", "collectives-4")
+    ]
+    for name, text in parts:
+        assert re.search(r"^(Measured on \d{4}-|\| )", text, re.MULTILINE), name
+
+
 def test_site_builds_without_a_warning(tmp_path: pathlib.Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         try:
