@@ -214,7 +214,7 @@ def test_collectives_of_the_session(sess, num_groups):
         lambda: sess.copy_to_worker_0(array, array),
         lambda: sess.gather(array),
     ):
-        with pytest.raises(TypeError, match="is a DRef, not a ndarray"):
+        with pytest.raises(TypeError, match="must be a DRef, not ndarray"):
             misuse()
     sess.sync()
 
