@@ -283,8 +283,9 @@ class Mailbox:
             # After the last message of ours nothing may follow.
             if command > left or self._ended:
                 continue
-            failed = command in self._failed
-            kind, about = (_Kind.FAILED, command) if failed else (_Kind.LEFT, left)
+            # What is said of a later command must not pass that one's failure off as leaving it.
+            about = command if command in self._failed else left
+            kind = _Kind.FAILED if about in self._failed else _Kind.LEFT
             message = _HEAD.pack(kind, about, 0) + bytes(_SIGNATURE_SIZE)
             step = partial(self.comm.Isend, (message, len(message), MPI.BYTE), worker, TAG_HEADER)
             post((step,), (message,), self._lent, partial(self._asked.pop, worker, None))
