@@ -6,8 +6,6 @@ import gc
 import os
 import pathlib
 import random
-import subprocess
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sanitized import SANITIZERS, SOURCES, run_sanitized
 
 from spmd_disco import native
 from spmd_disco.transport import memory_limits
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.skipif(core is None, reason=f"the native module is {nat
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
-SOURCES = pathlib.Path(__file__).parents[2] / "spmd_disco" / "native" / "src"
 
 
 def fill(block: object, value: int) -> None:
@@ -535,24 +533,7 @@ def test_limits_where_there_are_none(tmp_path):
 # ------------------------------------------------------------------ under sanitizers
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_threads_under_a_sanitizer(sanitizer, tmp_path):
-    program = tmp_path / "stress"
-    command = [
-        *sysconfig.get_config_var("CC").split()[:1],
-        *("-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"),
-        *("-I", str(SOURCES), "-I", sysconfig.get_path("include")),
-        *(str(pathlib.Path(__file__).parent / "pool_stress.c"), str(SOURCES / "pool.c")),
-        *("-o", str(program), "-pthread"),
-    ]
-    try:
-        built = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    except FileNotFoundError:
-        pytest.skip(f"there is no {command[0]}")
-    if "cannot find" in built.stderr:
-        pytest.skip(f"the compiler has no -fsanitize={sanitizer}")
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=100)
-    if "unexpected memory mapping" in ran.stderr:
-        pytest.skip("this kernel's layout of addresses is too random for the sanitizer")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    stress = pathlib.Path(__file__).parent / "pool_stress.c"
+    run_sanitized(sanitizer, [stress, SOURCES / "pool.c"], tmp_path)

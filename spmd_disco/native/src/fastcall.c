@@ -415,19 +415,12 @@ static PyType_Spec fastcall_spec = {
 int
 add_fastcall(PyObject *module)
 {
-    struct {
-        PyObject **where;
-        const char *text;
-    } names[] = {
+    const Name names[] = {
         {&str_acquire, "acquire"}, {&str_controller, "_controller"}, {&str_level, "level"},
         {&str_poll, "_poll"}, {&str_release, "release"}, {&str_structlog, "structlog"},
     };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        PyObject *text = PyUnicode_InternFromString(names[i].text);
-        if (text == NULL)
-            return -1;
-        Py_XSETREF(*names[i].where, text);
-    }
+    if (intern_names(names, sizeof names / sizeof *names) < 0)
+        return -1;
     PyObject *logging = PyImport_ImportModule("logging");
     PyObject *root = logging == NULL ? NULL : PyObject_GetAttrString(logging, "root");
     PyObject *fields = root == NULL ? NULL : PyObject_GetAttrString(root, "__dict__");

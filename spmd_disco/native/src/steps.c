@@ -3,7 +3,6 @@
  * worker.py is the reference, and takes all others. */
 #include "worker.h"
 
-#include <sched.h>
 #include <string.h>
 
 #include "codec.h"
@@ -163,17 +162,9 @@ parse_small(WorkerState *self, const uint8_t *data, size_t size, CommandHead *he
 static bool
 await_message(Ring *ring)
 {
-    bool found = false;
+    bool found;
     Py_BEGIN_ALLOW_THREADS
-    int64_t end = node_now() + ring->node->spin_ns;
-    do {
-        for (int poll = 0; poll < 16 && !found; poll++) {
-            found = atomic_load_explicit(&ring->header->head, memory_order_acquire) != ring->tail;
-            relax();
-        }
-        if (!found)
-            sched_yield();
-    } while (!found && node_now() < end);
+    found = ring_spin(ring, ring->node->spin_ns);
     Py_END_ALLOW_THREADS
     return found;
 }

@@ -182,21 +182,24 @@ tell(ControllerState *self, int action, uint64_t id, long target)
 }
 
 int
-prepare_submit(void)
+intern_names(const Name *names, size_t count)
 {
-    struct {
-        PyObject **where;
-        const char *text;
-    } names[] = {
-        {&str_acquire, "acquire"}, {&str_enter, "enter"}, {&str_hit, "hit"},
-        {&str_leave, "leave"}, {&str_published, "published"}, {&str_release, "release"},
-        {&str_reserve, "reserve"},
-    };
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    for (size_t i = 0; i < count; i++) {
         PyObject *text = PyUnicode_InternFromString(names[i].text);
         if (text == NULL)
             return -1;
         Py_XSETREF(*names[i].where, text);
     }
     return 0;
+}
+
+int
+prepare_submit(void)
+{
+    const Name names[] = {
+        {&str_acquire, "acquire"}, {&str_enter, "enter"}, {&str_hit, "hit"},
+        {&str_leave, "leave"}, {&str_published, "published"}, {&str_release, "release"},
+        {&str_reserve, "reserve"},
+    };
+    return intern_names(names, sizeof names / sizeof *names);
 }

@@ -20,6 +20,13 @@ int publish_and_run(ControllerState *self, Buffer *buffer, Call *call, size_t de
  * 0 where that is Python's to do, or -1. Takes the lock. */
 long long tell(ControllerState *self, int action, uint64_t id, long target);
 
+/* Variables that hold the names of attributes, and those names. */
+typedef struct {
+    PyObject **where;
+    const char *text;
+} Name;
+
+int intern_names(const Name *names, size_t count);
 int prepare_submit(void);
 
 #endif
