@@ -25,6 +25,7 @@ from ._version import __version__
 from .config import byte_count, flag, seconds, setting
 from .errors import DiscoError, DiscoTimeout, WorkerDied, WorkerError
 from .interrupt import INTERRUPTED, PATIENCE_AFTER_INTERRUPT, ControllerInterrupts
+from .lines import keep_lines_whole
 from .options import HELP, Options, UsageError, parse
 from .program import Program, report, system_exit_status
 from .prompt import interact
@@ -186,6 +187,8 @@ def _abort(status: int) -> NoReturn:
 
 def _run(options: Options, program: Program, lobby: lobbies.Lobby | None) -> int:
     """Run the program on rank 0, from its first line to the end of what it leaves behind."""
+    # What the workers print goes to the same place, between the program's lines.
+    keep_lines_whole()
     ending = _Ending(lobby)
     error: BaseException | None = None
     try:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-__all__ = ["LARGEST_WRITE", "LabelledLines", "write_lines"]
+__all__ = [
+    "LARGEST_WRITE",
+    "LabelledLines",
+    "keep_lines_whole",
+    "write_between_lines",
+    "write_lines",
+]
 
 #: A write of at most so many bytes to a pipe is atomic (POSIX's PIPE_BUF on Linux), and both MPI
 #: launchers pass it on in one piece.
@@ -86,6 +96,46 @@ def write_lines(target: TextIO, text: str) -> None:
     for piece in _pieces(text):
         target.write(piece)
         target.flush()
+
+
+def keep_lines_whole() -> contextlib.ExitStack:
+    """Let the program's standard streams hold what it prints until a line is complete.
+
+    That is what they do at a terminal. To a pipe they write blocks, which end anywhere, and with
+    ``python -u`` each argument of `print` by itself. `flush` passes on a partial line as ever.
+
+    Returns
+    -------
+    contextlib.ExitStack
+        Closed, it gives the streams back as they were.
+    """
+    before = contextlib.ExitStack()
+    for stream in (sys.stdout, sys.stderr):
+        if type(stream) is io.TextIOWrapper and not stream.closed:
+            before.callback(_set_buffering, stream, stream.line_buffering, stream.write_through)
+            _set_buffering(stream, True, False)
+    return before
+
+
+def _set_buffering(stream: io.TextIOWrapper, line_buffering: bool, write_through: bool) -> None:
+    if not stream.closed:
+        stream.reconfigure(line_buffering=line_buffering, write_through=write_through)
+
+
+def write_between_lines(target: TextIO, text: str) -> None:
+    """Write whole lines to `target` while other threads may be in the middle of a line of theirs.
+
+    ``print("a", 1)`` is four writes. A stream that holds its text until the line is complete is
+    passed by, and goes on with its line behind ours; any other can be torn by this.
+    """
+    if type(target) is not io.TextIOWrapper or target.write_through or not target.line_buffering:
+        write_lines(target, text)
+        return
+    fd = target.fileno()
+    for piece in _pieces(text):
+        rest = memoryview(piece.encode(target.encoding, target.errors or "strict"))
+        while rest:
+            rest = rest[os.write(fd, rest) :]
 
 
 def _pieces(text: str) -> Iterator[str]:

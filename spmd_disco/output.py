@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from .config import flag
 from .lines import LabelledLines, write_lines
 
-__all__ = ["WorkerOutput"]
+__all__ = ["WorkerOutput", "stream_behind"]
 
 logger = logging.getLogger("spmd_disco")
 
@@ -156,6 +156,11 @@ class _Stream(io.TextIOBase):
 
     def __repr__(self) -> str:
         return f"<output of worker {self._owner.worker_id} to {self.target!r}>"
+
+
+def stream_behind(stream: Any) -> Any:
+    """Return the program's own stream, for which `stream` stands while a worker function runs."""
+    return stream.target if isinstance(stream, _Stream) else stream
 
 
 class WorkerOutput:

@@ -26,7 +26,8 @@ from typing import Any
 from .config import flag
 from .errors import DiscoError
 from .interrupt import uninterrupted
-from .lines import LabelledLines, write_lines
+from .lines import LabelledLines, keep_lines_whole, write_between_lines
+from .output import stream_behind
 from .ranks import without_rank
 
 __all__ = ["Link", "WorkerProcesses"]
@@ -138,10 +139,10 @@ class _Output:
 
     def _write(self, text: str) -> None:
         # The stream of this moment: programs replace it.
-        target = getattr(sys, self._name, None)
+        target = stream_behind(getattr(sys, self._name, None))
         if text and target is not None:
             try:
-                write_lines(target, text)
+                write_between_lines(target, text)
             except (OSError, ValueError) as e:
                 # The stream is closed, or cannot encode the text.
                 logger.warning("output of a worker is lost: %s", e)
@@ -202,6 +203,7 @@ class WorkerProcesses:
         self._passed_on = threading.Event()
         self._passing_on = threading.Lock()
         self._pid = os.getpid()
+        self._streams = contextlib.ExitStack()
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         #: What the controller's own thread looks at for output that is still to be passed on.
@@ -215,6 +217,7 @@ class WorkerProcesses:
     def start(self) -> None:
         """Start the processes; when this fails or is interrupted, none is left."""
         try:
+            self._streams.push(keep_lines_whole())
             self._thread.start()
             self._started.wait()
             if self._error is not None:
@@ -301,6 +304,7 @@ class WorkerProcesses:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._wake = self._waker = -1
+        self._streams.close()
 
     def kill(self) -> None:
         """Kill the processes that are left, each with its group: with what it has started."""

@@ -6,6 +6,7 @@ runs in one process.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
 import shutil
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -31,6 +33,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 UNDER_MPIEXEC = any(
     name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TEST_WORKERS")
 )
+if UNDER_MPIEXEC:
+    # pytest removes the folders of older runs when it ends. Where the ranks share the folder that
+    # holds these, two of them remove the same one, and one of the two fails.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="spmd_disco-tests-")
+    atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
+
 REPO = pathlib.Path(__file__).parent.parent
 MPI_TESTS = REPO / "tests" / "mpi"
 SHARED_MEMORY = pathlib.Path("/dev/shm")

@@ -190,6 +190,29 @@ def test_output_without_prefix(alone, local_app):
     assert sorted(ended.lines) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_the_program_and_of_workers_stay_whole(plain, local_app, unbuffered):
+    local_app(
+        """
+def talk():
+    for i in range(20):
+        print("line", i, "of", "a", "worker")
+before = sys.stdout.line_buffering, sys.stdout.write_through
+with di.session(3) as sess:
+    for _ in range(50):
+        sess.call(talk)
+        for i in range(20):
+            print("line", i, "of", "the", "program")
+print(before == (sys.stdout.line_buffering, sys.stdout.write_through))
+"""
+    )
+    ended = plain("app.py", env={"PYTHONUNBUFFERED": unbuffered})
+    *lines, restored = ended.lines
+    whole = re.compile(r"(\[worker [012]\] line \d+ of a worker|line \d+ of the program)")
+    assert [line for line in lines if not whole.fullmatch(line)] == []
+    assert (len(lines), restored) == (50 * 20 * 4, "True")
+
+
 # Ends ---------------------------------------------------------------------------------------------
 
 
