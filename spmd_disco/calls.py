@@ -60,11 +60,11 @@ class CallEncoder:
             function = registry.get_global_func(func, allow_missing=True)
             if function is None:
                 registry.resolve(func)
-                return encode_function(FunctionKind.IMPORT, func), None
+                return self._import(func, func), None
             name = encode_function(FunctionKind.GLOBAL, func)
             if (getattr(function, "__module__", None) or "").startswith("spmd_disco."):
                 reference = name + encode_function(FunctionKind.NONE, None)
-                registry.references[func] = reference
+                registry.keep_reference(func, reference)
                 return reference, None
             definition, code = self.reference(function)
             return name + definition, code
@@ -75,8 +75,14 @@ class CallEncoder:
             )
         path = registry.importable(func)
         if path is not None:
-            return encode_function(FunctionKind.IMPORT, path), None
+            return self._import(func, path), None
         return self._by_value(func)
+
+    @staticmethod
+    def _import(func: Any, path: str) -> bytes:
+        reference = encode_function(FunctionKind.IMPORT, path)
+        registry.keep_reference(func, reference)
+        return reference
 
     def _by_value(self, func: Any) -> tuple[bytes, tuple[bytes, bytes] | None]:
         digest = self.known(func)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from types import BuiltinFunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "get_global_func",
     "import_path",
     "importable",
+    "keep_import",
+    "keep_reference",
     "references",
     "register_func",
     "resolve",
@@ -19,12 +22,18 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: What an import path means as long as the module is in ``sys.modules`` by this name and has the
+#: callable under this one: name of the module, module, its fields, name in there, callable.
+_Import = tuple[str, ModuleType, dict[str, Any], str, Callable[..., Any]]
+
 _functions: dict[str, Callable[..., Any]] = {}
 
-#: What has been looked up already, for the native module: encoded references by name, and
-#: functions by encoded reference. Any registration may change what a name means, and empties both.
-references: dict[str, bytes] = {}
-functions: dict[bytes, Callable[..., Any]] = {}
+#: What has been looked up already, for the native module: encoded references by name or callable,
+#: and what they mean. Any registration may change what a name means, and empties both.
+references: dict[Any, bytes] = {}
+functions: dict[bytes, Callable[..., Any] | _Import] = {}
+#: The most that either holds.
+MOST_KNOWN = 4096
 
 
 @overload
@@ -143,6 +152,28 @@ def import_path(path: str) -> Any:
         return _attributes(module, names[split:], path)
     why = f"there is no module {names[0]!r}" if len(names) > 1 else "a path has a dot in it"
     raise ValueError(f"{path!r} is neither a global function nor a dotted path to import: {why}")
+
+
+def keep_import(reference: bytes, path: str, value: Any) -> None:
+    """Note that an encoded reference to `path` means `value`, if it can be told when that ends."""
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    module = sys.modules.get(module_name)
+    # Not what a class has, or a module makes up when it is asked.
+    if type(module) is ModuleType and callable(value) and vars(module).get(name) is value:
+        if len(functions) >= MOST_KNOWN:
+            functions.clear()
+        functions[reference] = (module_name, module, vars(module), name, value)
+
+
+def keep_reference(func: Any, reference: bytes) -> None:
+    """Note how `func`, a name or a callable, is encoded."""
+    kind = type(func)
+    # Of callables those that are equal only to themselves, and hashed without the program's code.
+    by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
+    if by_identity or kind in (str, BuiltinFunctionType):
+        if len(references) >= MOST_KNOWN:
+            references.clear()
+        references[func] = reference
 
 
 def _attributes(value: Any, names: list[str], path: str) -> Any:

@@ -383,7 +383,9 @@ class Worker(_State):
         self.function = data
         if kind == FunctionKind.IMPORT:
             assert isinstance(data, str)
-            return registry.import_path(data), end
+            function = registry.import_path(data)
+            registry.keep_import(bytes(payload[:end]), data, function)
+            return function, end
         if kind == FunctionKind.GLOBAL:
             assert isinstance(data, str)
             definition, _, _, _ = decode_function(payload, end)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import importlib
+import math
 import operator
 import signal
 import sys
@@ -179,6 +181,63 @@ def test_a_changed_global_counts(sess):
     assert sess.call(f, 1).get_all() == [2] * sess.num_workers
     module.offset = 10
     assert sess.call(f, 1).get_all() == [11] * sess.num_workers
+
+
+def test_what_an_import_path_means_may_change(sess, tmp_path):
+    n = sess.num_workers
+    (tmp_path / "changing_module.py").write_text("def f(x):\n    return x + 1\n")
+
+    def prepare(folder):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+    def replace(code):
+        exec(code, vars(sys.modules["changing_module"]))
+
+    def replace_module():
+        old = sys.modules["changing_module"]
+        new = types.ModuleType("changing_module")
+        new.__spec__ = old.__spec__
+        sys.modules["changing_module"] = new
+        exec("def f(x): return x + 3", vars(new))
+
+    def remove():
+        sys.path[:] = [entry for entry in sys.path if not entry.endswith(tmp_path.name)]
+        del sys.modules["changing_module"]
+
+    sess.call(prepare, str(tmp_path)).get_all()
+    try:
+        first = sess.call(importlib.import_module, "changing_module").view().f
+        for _ in range(3):  # looked up, and then remembered
+            assert sess.call("changing_module.f", 1).get_all() == [2] * n
+            assert sess.call(first, 1).get_all() == [2] * n
+        sess.call(replace, "def f(x): return x + 2").get_all()
+        for _ in range(3):
+            assert sess.call("changing_module.f", 1).get_all() == [3] * n
+        sess.call(replace_module).get_all()
+        for _ in range(3):
+            assert sess.call("changing_module.f", 1).get_all() == [4] * n
+            # The function itself has no name any more, and goes by value.
+            assert sess.call(first, 1).get_all() == [2] * n
+        sess.call(replace, "f = 5").get_all()
+        for _ in range(2):
+            with pytest.raises(TypeError, match="not callable"):
+                sess.call("changing_module.f", 1)
+        on_all(sess, 0)
+    finally:
+        sess.call(remove).get_all()
+
+
+def test_a_registered_name_goes_before_an_import_path(sess):
+    n = sess.num_workers
+    for _ in range(3):
+        assert sess.call("math.erfc", 0.0).get_all() == [1.0] * n
+    di.register_func("math.erfc", lambda x: "registered", override=True)
+    for _ in range(3):
+        assert sess.call("math.erfc", 0.0).get_all() == ["registered"] * n
+    di.register_func("math.erfc", math.erfc, override=True)
+    for _ in range(3):
+        assert sess.call("math.erfc", 0.0).get_all() == [1.0] * n
 
 
 def test_more_functions_than_are_remembered(sess):

@@ -465,3 +465,39 @@ def test_scatter_to_groups(sess, num_groups):
     dst = sess.empty((3,), parts.dtype)
     sess.scatter(parts, dst)
     np.testing.assert_array_equal(sess.gather(dst), [*parts, *parts])
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("source", ["pool", "ordinary", "in place"])
+def test_broadcast_of_more_than_the_caches_hold(sess, num_groups, source):
+    """The workers share out the pieces, and that again and again with other moves in between."""
+    size = 24 * MIB + 7
+
+    def run(round_):
+        me = di.get_worker()
+        allreduce, broadcast = (
+            di.get_global_func(f"runtime.disco.{name}")
+            for name in ("allreduce", "broadcast_from_worker0")
+        )
+        for in_group in (True, False):
+            first = me.worker_id // me.group_size * me.group_size if in_group else 0
+            into = di.empty(size, np.uint8)
+            into[:] = 255
+            array = None
+            if me.worker_id == first or source == "in place":
+                array = into if source == "in place" else np.empty(size, np.uint8)
+                if source == "pool":
+                    array = di.empty(size, np.uint8)
+                array[:] = np.arange(size, dtype=np.uint32) + first + round_
+            broadcast(array, in_group, into)
+            expected = (np.arange(size, dtype=np.uint32) + first + round_).astype(np.uint8)
+            assert np.array_equal(into, expected)
+            small = di.empty(MIB, np.float32)
+            small[:] = me.worker_id
+            allreduce(small, 0, in_group, small)
+            ids = range(first, first + me.group_size) if in_group else range(me.num_workers)
+            assert np.all(small == sum(ids))
+
+    for round_ in range(3):
+        sess.call(run, round_)
+    sess.sync()

@@ -91,6 +91,8 @@ struct cells_member {
     _Atomic uint64_t put;
     _Atomic uint64_t reduced;
     _Atomic uint64_t taken;
+    /* The first member's: pieces of such moves that the members share out as they come. */
+    _Atomic uint64_t claimed;
 } __attribute__((aligned(CELLS_APART)));
 
 struct cells_cell {
@@ -151,8 +153,9 @@ struct cells_members {
     /* The command that the index counts in. */
     int64_t command;
     uint64_t index;
-    /* Steps of all large moves so far. */
+    /* Steps of all large moves so far, and pieces that have been claimed in them. */
     uint64_t steps;
+    uint64_t claimed;
     /* The signatures of all members after a mismatch. */
     uint8_t *signatures;
 };

@@ -30,6 +30,31 @@ context_is_known(ControllerState *self)
            PyDict_GetItem(root_fields, str_level) == self->level;
 }
 
+/* Encodes a function that goes by a name, as far as that is known already; see encode_reference. */
+static int
+encode_named(ControllerState *self, Buffer *buffer, PyObject *function, Call *call)
+{
+    if (self->references == NULL || self->worker == NULL)
+        return 0;
+    /* No others are among the keys; a callable's own __hash__ may do anything. */
+    if (!PyUnicode_CheckExact(function) && !PyFunction_Check(function)
+        && !PyCFunction_Check(function) && !PyType_CheckExact(function)
+        && Py_TYPE(function)->tp_hash != PyBaseObject_Type.tp_hash)
+        return 0;
+    PyObject *reference = PyDict_GetItemWithError(self->references, function);
+    if (reference == NULL || !PyBytes_CheckExact(reference))
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *known = worker_named(self->worker, reference);
+    if (known == NULL || (!PyUnicode_CheckExact(function) && known != function))
+        return PyErr_Occurred() ? -1 : 0;
+    uint8_t *to = buffer_extend(buffer, PyBytes_GET_SIZE(reference));
+    if (to == NULL)
+        return -1;
+    memcpy(to, PyBytes_AS_STRING(reference), PyBytes_GET_SIZE(reference));
+    call->function = known;
+    return 1;
+}
+
 /* Encodes which function to call: 1, 0 if that is Python's to do, or -1 with an exception. */
 static int
 encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call *call,
@@ -49,6 +74,9 @@ encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call
         call->function_register = id;
         return 1;
     }
+    int named = encode_named(self, buffer, function, call);
+    if (named != 0)
+        return named;
     if (PyFunction_Check(function) && self->known != NULL) {
         PyObject *key = PyObject_CallOneArg(self->known, function);
         if (key == NULL)
@@ -66,21 +94,7 @@ encode_reference(ControllerState *self, Buffer *buffer, PyObject *function, Call
         *digest = key;
         return 1;
     }
-    if (!PyUnicode_CheckExact(function) || self->references == NULL || self->worker == NULL ||
-        self->worker->functions == NULL)
-        return 0;
-    PyObject *reference = PyDict_GetItemWithError(self->references, function);
-    if (reference == NULL || !PyBytes_CheckExact(reference))
-        return PyErr_Occurred() ? -1 : 0;
-    PyObject *known = PyDict_GetItemWithError(self->worker->functions, reference);
-    if (known == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    to = buffer_extend(buffer, PyBytes_GET_SIZE(reference));
-    if (to == NULL)
-        return -1;
-    memcpy(to, PyBytes_AS_STRING(reference), PyBytes_GET_SIZE(reference));
-    call->function = known;
-    return 1;
+    return 0;
 }
 
 /* Whether `value` is a handle of another session, or of none; they are Python's to refuse. */
@@ -110,6 +124,8 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     memcpy(to + sizeof head, self->dead, 8 * dead);
     if (done > 0)
         done = encode_reference(self, &buffer, args[0], &call, &digest);
+    /* Another thread may replace it while this one hands the command over. */
+    PyObject *function = Py_XNewRef(call.function);
     if (done > 0 && (to = buffer_extend(&buffer, 2)) == NULL)
         done = -1;
     if (done > 0) {
@@ -155,6 +171,7 @@ call_locked(ControllerState *self, PyObject *session, PyObject *const *args, Py_
     }
     else
         Py_XDECREF(handle);
+    Py_XDECREF(function);
     Py_XDECREF(digest);
     buffer_free(&buffer);
     return done;

@@ -284,6 +284,38 @@ pulled_allreduce(struct move *move)
     exit_barrier(move, 2);
 }
 
+/* The members share out the pieces of the first one's array, and write each into everyone's: it is
+ * read from memory once, all cores work, and whoever is faster does more. */
+static void
+pushed_broadcast(struct move *move)
+{
+    struct cells_under_way *op = move->op;
+    struct cells_members *c = move->c;
+    int size = c->size, count = 0;
+    uint8_t *outs[size];
+    for (int m = 0; m < size; m++) {
+        uint8_t *to = placed(move, m, CELLS_RECV_IN_POOL, op->bytes);
+        if (to != NULL)
+            outs[count++] = to;
+    }
+    bool direct = c->rank == 0 || (flags_of(move, 0) & CELLS_SEND_IN_POOL);
+    const uint8_t *from = direct ? placed(move, 0, CELLS_SEND_IN_POOL, op->bytes) : NULL;
+    uint8_t *scratch = c->peers[c->rank].staging;
+    uint64_t pieces = (op->bytes + READ_PIECE - 1) / READ_PIECE, piece;
+    while ((piece = atomic_fetch_add(&c->peers[0].told->claimed, 1) - c->claimed) < pieces) {
+        size_t at = piece * READ_PIECE, length = move_smaller(op->bytes - at, READ_PIECE);
+        const uint8_t *source = direct ? from + at : scratch;
+        if (!direct)
+            fetch(move, 0, CELLS_SEND_IN_POOL, op->bytes, at, scratch, length);
+        for (int i = 0; i < count && (from != NULL || !direct); i++)
+            if (outs[i] + at != source) /* the first member's own array, in place */
+                disco_copy(outs[i] + at, source, length, move->stream);
+    }
+    /* Each member has claimed one piece too many, to see that there is none left. */
+    c->claimed += pieces + size;
+    exit_barrier(move, 1);
+}
+
 /* Do it in the members' own arrays; false where these do not lie so that it could be. */
 static bool
 move_in_place(struct move *move)
@@ -347,6 +379,10 @@ move_in_place(struct move *move)
             return false;
         break;
     case CELLS_BROADCAST:
+        if (move->stream && (all & CELLS_RECV_IN_POOL) && (read || (root & CELLS_SEND_IN_POOL))) {
+            pushed_broadcast(move);
+            return true;
+        }
         if (root & CELLS_SEND_IN_POOL)
             fetch(move, 0, CELLS_SEND_IN_POOL, bytes, 0, op->recv, bytes);
         else if ((root & CELLS_RECV_IN_POOL) && (!read || (root & CELLS_CROWDED))) {

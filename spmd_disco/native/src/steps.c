@@ -43,19 +43,23 @@ parse_call(WorkerState *self, const uint8_t *data, size_t size, PlainCall *plain
         memcpy(&plain->call.function_register, data + at + 1, 8);
         at += 9;
     }
-    else if (size - at >= 5 && data[at] == FUNCTION_GLOBAL && self->functions != NULL) {
+    else if (size - at >= 5 && (data[at] == FUNCTION_GLOBAL || data[at] == FUNCTION_IMPORT)) {
         uint32_t length;
         memcpy(&length, data + at + 1, 4);
-        if (length >= size - at - 5 || data[at + 5 + length] != FUNCTION_NONE)
+        /* Arguments follow, or for a global function that it comes without its definition. */
+        if (length >= size - at - 5)
             return 0;
-        key = PyBytes_FromStringAndSize((const char *)data + at, 6 + (size_t)length);
+        size_t reference = 5 + (size_t)length;
+        if (data[at] == FUNCTION_GLOBAL && data[at + reference++] != FUNCTION_NONE)
+            return 0;
+        key = PyBytes_FromStringAndSize((const char *)data + at, reference);
         if (key == NULL)
             return -1;
-        function = PyDict_GetItemWithError(self->functions, key);
+        function = worker_named(self, key);
         Py_DECREF(key);
         if (function == NULL)
             return PyErr_Occurred() ? -1 : 0;
-        at += 6 + (size_t)length;
+        at += reference;
     }
     else if (size - at > DIGEST && data[at] == FUNCTION_KNOWN) {
         key = PyBytes_FromStringAndSize((const char *)data + at + 1, DIGEST);

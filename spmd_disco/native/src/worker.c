@@ -98,6 +98,24 @@ move_to_end(PyObject *codes, PyObject *key)
 }
 
 PyObject *
+worker_named(WorkerState *self, PyObject *reference)
+{
+    if (self->functions == NULL)
+        return NULL;
+    PyObject *entry = PyDict_GetItemWithError(self->functions, reference);
+    if (entry == NULL || !PyTuple_CheckExact(entry))
+        return entry;
+    /* An import path. The program may have replaced the module or the function since. */
+    PyObject *module_name, *module, *fields, *name, *function;
+    if (!PyArg_ParseTuple(entry, "OOOOO", &module_name, &module, &fields, &name, &function))
+        return NULL;
+    if (PyDict_GetItemWithError(PyImport_GetModuleDict(), module_name) != module
+        || PyDict_GetItemWithError(fields, name) != function)
+        return NULL;
+    return function;
+}
+
+PyObject *
 worker_known(WorkerState *self, PyObject *digest)
 {
     PyObject *entry = self->codes == NULL || !PyDict_Check(self->codes) ? NULL : PyDict_GetItemWithError(self->codes, digest);

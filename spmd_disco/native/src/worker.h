@@ -17,8 +17,14 @@ typedef struct __attribute__((packed)) {
 enum { KILL_REG = 1, CALL_PACKED = 3, DEBUG_GET_FROM_REMOTE = 7, ALL = -1 };
 
 /* Kinds of references to functions, see codec.py. */
-enum { FUNCTION_REGISTER = 0, FUNCTION_GLOBAL = 1, FUNCTION_KNOWN = 4, FUNCTION_NONE = 5,
-       DIGEST = 16 };
+enum {
+    FUNCTION_REGISTER = 0,
+    FUNCTION_GLOBAL = 1,
+    FUNCTION_IMPORT = 2,
+    FUNCTION_KNOWN = 4,
+    FUNCTION_NONE = 5,
+    DIGEST = 16,
+};
 
 enum { MOST_ARGUMENTS = 255 };
 
@@ -29,7 +35,7 @@ typedef struct {
     PyObject *begin;       /* called with each command's number, or None */
     PyObject *leave;       /* called with the number of each command that is over, or None */
     PyObject *on_command;  /* called after each function, or None */
-    PyObject *functions;   /* dict: reference -> global function, kept by the registry */
+    PyObject *functions;   /* dict: reference -> what it means, kept by the registry */
     PyObject *codes;       /* OrderedDict: digest -> [pickle, function or None, size] */
     PyObject *failures;    /* list: what the controller has not heard of */
     NodeObject *node;      /* whose status line it writes, or NULL */
@@ -62,6 +68,10 @@ typedef struct {
 /* Runs a call whose dead registers have been dropped. Returns a new reference: None, or the
  * exception that it failed with. NULL with an exception set: it was interrupted in between. */
 PyObject *worker_run(WorkerState *self, const Call *call);
+
+/* What an encoded reference to a global function or an import path means, borrowed; NULL with
+ * nothing set where that has to be looked up. */
+PyObject *worker_named(WorkerState *self, PyObject *reference);
 
 /* A function that was sent by value before, borrowed; NULL with nothing set where it is not at hand. */
 PyObject *worker_known(WorkerState *self, PyObject *digest);
