@@ -28,6 +28,7 @@ native = Extension(
         # Once more at the end: for a debugger, CFLAGS="-O0 -g3" must beat what is above.
         *shlex.split(os.environ.get("CFLAGS", "")),
     ],
+    libraries=["rt"],  # for shm_open, before glibc 2.34
     optional=build != "native",
 )
 

@@ -14,7 +14,7 @@ from .copying import copy_array
 from .device import Device
 from .dref import DRef
 from .protocol import DiscoAction
-from .tensor import array_dtype
+from .tensor import array_dtype, check_scope
 from .transport.ccl import ReduceKind
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class ArrayMethods:
         device: Device | str | None = None,
         worker0_only: bool = False,
         in_group: bool = True,
+        mem_scope: str | None = None,
     ) -> DRef:
         """Create an uninitialised array on all workers.
 
@@ -60,12 +61,15 @@ class ArrayMethods:
             Whether only worker 0 gets an array; the others get None.
         in_group : bool
             With `worker0_only`: whether the first worker of each group counts as a worker 0.
+        mem_scope : str, optional
+            As in TVM; of its scopes there is ``"global"``, which is the default.
 
         Raises
         ------
         TypeError, ValueError
-            Not a shape, a dtype or a device.
+            Not a shape, a dtype, a device or a scope.
         """
+        check_scope(mem_scope)
         if isinstance(shape, int | np.integer):
             shape = (int(shape),)
         shape = tuple(int(n) for n in shape)
@@ -74,7 +78,7 @@ class ArrayMethods:
         device = None if device is None else Device.of(device)
         return self._call(
             "runtime.disco.empty",
-            (shape, array_dtype(dtype), device, bool(worker0_only), bool(in_group)),
+            (shape, array_dtype(dtype), device, bool(worker0_only), bool(in_group), mem_scope),
             {},
         )
 

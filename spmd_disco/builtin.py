@@ -43,6 +43,7 @@ def empty(
     device: Any = None,
     worker0_only: bool = False,
     in_group: bool = True,
+    mem_scope: str | None = None,
 ) -> np.ndarray[Any, Any] | None:
     """Return an uninitialised array; None on workers that are to have none, see `Session.empty`."""
     if worker0_only:
@@ -50,7 +51,7 @@ def empty(
         first = info.worker_id % info.group_size == 0 if in_group else info.worker_id == 0
         if not first:
             return None
-    return allocate(shape, dtype, device)
+    return allocate(shape, dtype, device, mem_scope)
 
 
 @register_func(PREFIX + "allreduce")
@@ -185,7 +186,8 @@ def _module_get_function(module: Any, name: str) -> Any:
 @register_func(PREFIX + "_configure")
 def _configure(path: Sequence[str], level: int, structlog_part: bytes | None) -> None:
     """Give a worker the controller's import path and logging."""
-    if get_worker().worker_id == 0:
+    worker = current_worker()
+    if worker is None or worker.info.worker_id == 0 or worker.is_thread:
         return
     known = set(sys.path)
     sys.path.extend(entry for entry in path if entry not in known)
@@ -242,6 +244,8 @@ def _share(host: int, shape: Sequence[int], dtype: Any, offer: LoanOffer | None)
     worker = current_worker()
     assert worker is not None
     memory, ccl, me = worker.memory, worker.ccl, worker.info.worker_id
+    if memory is not None and memory.handed is not None:
+        return _hand_out(host, memory.handed, ccl, me)
     if memory is None or not memory.available:
         copy = np.empty(shape, dtype)
         ccl.broadcast_from_worker0(host_arrays.get(host), False, copy)
@@ -271,6 +275,23 @@ def _share(host: int, shape: Sequence[int], dtype: Any, offer: LoanOffer | None)
         offer = (int(place[0]), int(place[1]), int(place[2]))
     assert offer is not None
     return memory.borrow(offer, shape, dtype)
+
+
+def _hand_out(host: int, handed: dict[int, Any], ccl: CCL, me: int) -> Any:
+    """Return the one copy that threads have of an array of the controller."""
+    nothing = np.empty(0)
+    if me == 0:
+        copy = handed[host] = host_arrays[host].copy()
+        copy.flags.writeable = False
+    try:
+        ccl.broadcast_from_worker0(nothing, False, nothing)
+        copy = handed[host]
+        # All have it.
+        ccl.broadcast_from_worker0(nothing, False, nothing)
+    finally:
+        if me == 0:
+            del handed[host]
+    return copy
 
 
 @register_func(PREFIX + "_gather_all")

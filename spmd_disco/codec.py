@@ -29,6 +29,7 @@ __all__ = [
     "Part",
     "Reader",
     "RegisterRef",
+    "aligned_memory",
     "assemble",
     "decode_arguments",
     "decode_function",
@@ -59,6 +60,13 @@ _I64 = struct.Struct("<q")
 _F64 = struct.Struct("<d")
 _DEVICE = struct.Struct("<ii")
 _PICKLE = struct.Struct("<IQ")
+
+
+def aligned_memory(size: int) -> memoryview:
+    """Return uninitialised memory, aligned as the arrays that may come to lie in it want it."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memoryview(memory[start : start + size])  # type: ignore[arg-type]
 
 
 def assemble(parts: Sequence[Part], head: bytes = b"") -> bytes:

@@ -34,6 +34,7 @@ from .protocol import (
     payload_offset,
     reply_number,
 )
+from .transport.arrival import name_workers
 from .transport.atomic import try_lock
 from .worker import Worker, current_worker, forget_old_codes
 
@@ -449,7 +450,7 @@ class Controller(_State):
 
         def what() -> str:
             late = (i for i, left in enumerate(self.channel.executed(), 1) if left < number)
-            return f"{name_workers(late)} to leave command {number}"
+            return f"{name_workers(list(late))} to leave command {number}"
 
         try:
             self.waiter.until(lambda: self._all_left(number), what, timeout=timeout, idle=True)
@@ -550,13 +551,6 @@ class Controller(_State):
         """Keep the failures of replies for the next sync point."""
         for reply in replies:
             self._keep_failures(reply)
-
-
-def name_workers(ids: Iterable[int]) -> str:
-    """Name some workers, not too many."""
-    ids = list(ids)
-    shown = ", ".join(f"worker {i}" for i in ids[:8])
-    return shown + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
 
 def check_timeout(timeout: Any) -> None:

@@ -33,7 +33,7 @@ from .ranks import launcher
 from .ranks import rank as rank_in
 from .singleton import trap
 from .transport.ccl_choice import ccl_setting
-from .transport.node import channel_setting
+from .transport.node import channel_setting, named_memory
 from .transport.wait import Waiter
 
 __all__ = ["main"]
@@ -132,6 +132,7 @@ def _check_settings() -> None:
     setting("TIMEOUT", None, seconds)
     setting("PEER_POOL", None, byte_count)
     channel_setting()
+    named_memory()
     ccl_setting()
     if setting("NUM_GROUPS", 1, int) < 1:
         raise UsageError("SPMD_DISCO_NUM_GROUPS: a whole number from 1 is allowed")

@@ -6,8 +6,9 @@ the controller has started (`process_member.py`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from .config import flag
@@ -139,13 +140,7 @@ class Member:
             return
         self.served = True
         worker, channel, ccl, node = self.worker, self._channel, self._ccl, self._node
-        interrupts = WorkerInterrupts(
-            lambda: worker.running and worker.number <= worker.interrupted_through
-        )
-        level = logging.getLogger().level
-        interrupts.install()
-        self._output.enter()
-        try:
+        with self._serving():
             while not worker.closed:
                 if channel.drain(worker, once=ccl.polled):
                     if ccl.outstanding:
@@ -168,13 +163,26 @@ class Member:
                 channel.done(command.number, len(message))
                 if ccl.outstanding:
                     ccl.pump(False)
+        del node
+        channel.close()
+        self._end()
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Have what worker functions print and what interrupts them in place."""
+        worker = self.worker
+        interrupts = WorkerInterrupts(
+            lambda: worker.running and worker.number <= worker.interrupted_through
+        )
+        level = logging.getLogger().level
+        interrupts.install()
+        self._output.enter()
+        try:
+            yield
         finally:
             self._output.leave()
             interrupts.remove()
             logging.getLogger().setLevel(level)
-        del node
-        channel.close()
-        self._end()
 
     # Closing --------------------------------------------------------------------------------------
 
@@ -183,15 +191,15 @@ class Member:
         if self._watcher is not None:
             self._watcher.interrupt()
 
-    def give_up(self) -> bool:
-        """End the workers by force, where that can be done, and with them the session.
+    def give_up(self) -> str:
+        """End the session by force, where that can be done.
 
         Returns
         -------
-        bool
-            Whether it could be done here.
+        str
+            What has become of the workers; empty where it could not be done.
         """
-        return False
+        return ""
 
     def shutdown(self, timeout: float | None) -> None:
         """On the controller: work everything off, then close everywhere."""

@@ -26,6 +26,7 @@ from .worker import current_worker
 __all__ = [
     "OpenSession",
     "check_groups",
+    "check_number",
     "close_at_exit",
     "close_dropped_session",
     "close_finally",
@@ -113,7 +114,7 @@ class OpenSession(Session):
                 member.shutdown(PATIENCE_AFTER_INTERRUPT)
         except DiscoTimeout as e:
             # Python cannot interrupt code in C, and a function may catch what interrupts it.
-            what = "the workers are killed" if member.give_up() else "the session stays open"
+            what = member.give_up() or "the session stays open"
             print(f"spmd_disco: {e}, and {what}", file=sys.stderr, flush=True)
         except (WorkerError, WorkerDied) as e:
             if e is not error:
@@ -140,6 +141,25 @@ def check_groups(num_workers: int, num_groups: int, timeout: float | None) -> No
         )
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
+
+
+def check_number(
+    num_workers: int, num_groups: int | None, timeout: float | None
+) -> tuple[int, float | None]:
+    """Check what sessions that start their workers are given; return it with the defaults.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
+    timeout = setting("TIMEOUT", None, seconds) if timeout is None else timeout
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool):
+        raise TypeError(f"num_workers is an int, not {num_workers!r}")
+    if num_workers < 1:
+        raise ValueError(f"num_workers={num_workers}: a whole number from 1 is allowed")
+    check_groups(num_workers, num_groups, timeout)
+    return num_groups, timeout
 
 
 def close_dropped_session() -> None:
@@ -262,10 +282,9 @@ def close_finally() -> None:
 def _give_up(why: DiscoTimeout) -> None:
     """End a program that an exception has ended, and whose workers do not come back."""
     member = Member.latest
-    killed = member is not None and member.give_up()
-    end = "the workers are killed" if killed else "the job is aborted"
-    print(f"spmd_disco: {why}, and {end}", file=sys.stderr, flush=True)
-    if not killed:
+    end = "" if member is None else member.give_up()
+    print(f"spmd_disco: {why}, and {end or 'the job is aborted'}", file=sys.stderr, flush=True)
+    if not end:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(INTERRUPTED)
 
 

@@ -16,9 +16,9 @@ from threading import RLock, get_ident
 from typing import Any, TextIO
 
 from .config import flag
-from .lines import LabelledLines, write_lines
+from .lines import LabelledLines, write_between_lines, write_lines
 
-__all__ = ["WorkerOutput", "stream_behind"]
+__all__ = ["ThreadOutput", "WorkerOutput", "stream_behind"]
 
 logger = logging.getLogger("spmd_disco")
 
@@ -88,7 +88,7 @@ class _Stream(io.TextIOBase):
             whole = self._lines.add(text)
             self._owner._pending |= self._lines.held
             if whole and self.target is not None:
-                write_lines(self.target, whole)
+                self._owner._write(self.target, whole)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class _Stream(io.TextIOBase):
         with _lock:
             rest = self._lines.end()
             if rest and self.target is not None:
-                write_lines(self.target, rest)
+                self._owner._write(self.target, rest)
 
     def flush(self) -> None:
         # A partial line stays held: another worker might go on in the middle of it.
@@ -160,7 +160,9 @@ class _Stream(io.TextIOBase):
 
 def stream_behind(stream: Any) -> Any:
     """Return the program's own stream, for which `stream` stands while a worker function runs."""
-    return stream.target if isinstance(stream, _Stream) else stream
+    while isinstance(stream, _Stream):
+        stream = stream.target
+    return stream
 
 
 class WorkerOutput:
@@ -204,6 +206,10 @@ class WorkerOutput:
         self._thread = 0
         self._depth = 0
         self._pending = False
+
+    def _write(self, target: TextIO, text: str) -> None:
+        """Write whole lines to the stream behind one of these."""
+        write_lines(target, text)
 
     def _mine(self) -> bool:
         """Tell whether what the calling thread writes is the worker's."""
@@ -256,3 +262,28 @@ class WorkerOutput:
                 # The stream is closed, or cannot encode the text. The command itself is over, and
                 # nobody would expect this from whatever comes next.
                 logger.warning("output of worker %d is lost: %s", self.worker_id, e)
+
+
+class ThreadOutput(WorkerOutput):
+    """`WorkerOutput` of a worker that is a thread of the program's own process.
+
+    It is entered once, and then ``sys.stdout`` is a chain of the workers' streams, each of which
+    takes what its own thread writes. `remove` ends that.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, worker_id: int) -> None:
+        super().__init__(worker_id)
+        self._only_thread = True
+
+    def _write(self, target: TextIO, text: str) -> None:
+        # The program's thread may be in the middle of a line.
+        write_between_lines(stream_behind(target), text)
+
+    def remove(self) -> None:
+        """Take the streams out, those of the last worker first; the program may have others."""
+        if sys.stdout is self._out:
+            sys.stdout = self._real_out
+        if sys.stderr is self._err:
+            sys.stderr = self._real_err

@@ -7,7 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .config import seconds, setting
 from .controller import Controller
@@ -15,6 +15,7 @@ from .crowding import here
 from .device import cpu
 from .errors import DiscoError, SessionClosedError, WorkerDied
 from .member import Member
+from .no_communicator import InfoWithoutMPI
 from .output import WorkerOutput
 from .processes import Link, WorkerProcesses
 from .protocol import Reply
@@ -23,7 +24,6 @@ from .transport.node import NodeAddress, address_of, attach_node, create_node
 from .transport.peer_memory import PeerMemory
 from .transport.ring_channel import RingControllerChannel, RingWorkerChannel
 from .transport.watch import NodeWatcher
-from .worker import WorkerInfo
 
 if TYPE_CHECKING:
     from collections import deque
@@ -37,42 +37,6 @@ __all__ = ["ProcessMember", "serve"]
 logger = logging.getLogger("spmd_disco")
 
 Exchange = Callable[[Any], Sequence[Any]]
-
-
-class _NoCommunicator:
-    """Stands where workers over MPI have a communicator, and says why there is none."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, worker: WorkerInfo | None, owner: type) -> NoReturn:
-        if worker is None:
-            raise AttributeError(self._name)
-        raise DiscoError(
-            f"get_worker().{self._name}: this session's workers are processes without MPI "
-            "(ProcessSession); call the collectives by name, as in "
-            'di.get_global_func("runtime.disco.allreduce"), or start the program under mpirun '
-            "and open an MPISession"
-        )
-
-    def __set__(self, worker: WorkerInfo, value: object) -> None:
-        """Drop what the dataclass wants to keep."""
-
-
-class ProcessWorkerInfo(WorkerInfo):
-    """Who a worker without MPI is."""
-
-    # What users see.
-    __qualname__ = WorkerInfo.__qualname__
-
-    comm = _NoCommunicator()
-    group_comm = _NoCommunicator()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).items()))
 
 
 class _Invitation(NamedTuple):
@@ -171,7 +135,7 @@ class ProcessMember(Member):
         self._closing = False
         self.use_node(node)
         none: Any = None
-        self.info = ProcessWorkerInfo(worker_id, num_workers, num_groups, cpu(), none, none)
+        self.info = InfoWithoutMPI(worker_id, num_workers, num_groups, cpu(), none, none)
         # The controller labels what the others print.
         self._output = WorkerOutput(worker_id, prefix=None if worker_id == 0 else False)
         self._processes: WorkerProcesses | None = None
@@ -207,6 +171,7 @@ class ProcessMember(Member):
                 }
             )
             member._open(processes.exchange)
+            node.segment.unlink()
         except BaseException:
             processes.end(0.0)
             raise
@@ -305,11 +270,11 @@ class ProcessMember(Member):
                 self._end()
         controller.interrupts.remove()
 
-    def give_up(self) -> bool:
+    def give_up(self) -> str:
         self._controller.closed = True
         self._grace = 0.0
         self._uninterrupted(self._abandon)
-        return True
+        return "the workers are killed"
 
     def _free(self) -> None:
         if self._processes is not None:

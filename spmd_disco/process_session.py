@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from . import native
-from .config import seconds, setting
+from .config import setting
 from .errors import DiscoError
-from .open_session import OpenSession, check_groups, close_at_exit
+from .open_session import OpenSession, check_number, close_at_exit
 from .sessions import Session
 
 __all__ = ["ProcessSession", "default_num_workers"]
@@ -76,15 +76,9 @@ class ProcessSession(OpenSession):
         timeout: float | None = None,
     ) -> None:
         num_workers = default_num_workers() if num_workers is None else num_workers
-        num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
-        timeout = setting("TIMEOUT", None, seconds) if timeout is None else timeout
-        if not isinstance(num_workers, int) or isinstance(num_workers, bool):
-            raise TypeError(f"num_workers is an int, not {num_workers!r}")
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: a whole number from 1 is allowed")
+        num_groups, timeout = check_number(num_workers, num_groups, timeout)
         if entrypoint is not None and not isinstance(entrypoint, str):
             raise TypeError(f"entrypoint is the name of a module, not {entrypoint!r}")
-        check_groups(num_workers, num_groups, timeout)
         if not native.available():
             raise DiscoError(
                 f"a ProcessSession needs the native module, which is {native.why_not}; start the "

@@ -32,6 +32,7 @@ __all__ = [
     "decode_reply_value",
     "encode_command",
     "encode_reply",
+    "has_buffers",
     "payload_offset",
     "reply_number",
 ]
@@ -157,6 +158,11 @@ class Reply:
     failure: Failure | None = None
     failures: list[Failure] = field(default_factory=list)
     dropped: int = 0
+
+
+def has_buffers(message: bytes) -> bool:
+    """Whether a command brings arrays, which are to be views of memory of the worker's own."""
+    return bool(_HEADER.unpack_from(message)[2] & HAS_BUFFERS)
 
 
 def encode_reply(reply: Reply) -> list[Part]:

@@ -159,7 +159,9 @@ def keep_import(reference: bytes, path: str, value: Any) -> None:
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     module = sys.modules.get(module_name)
     # Not what a class has, or a module makes up when it is asked.
-    if type(module) is ModuleType and callable(value) and vars(module).get(name) is value:
+    if type(module) is not ModuleType or vars(module).get(name) is not value:
+        return
+    if callable(value):
         if len(functions) >= MOST_KNOWN:
             functions.clear()
         functions[reference] = (module_name, module, vars(module), name, value)
@@ -167,7 +169,7 @@ def keep_import(reference: bytes, path: str, value: Any) -> None:
 
 def keep_reference(func: Any, reference: bytes) -> None:
     """Note how `func`, a name or a callable, is encoded."""
-    kind = type(func)
+    kind: Any = type(func)
     # Of callables those that are equal only to themselves, and hashed without the program's code.
     by_identity = kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__
     if by_identity or kind in (str, BuiltinFunctionType):

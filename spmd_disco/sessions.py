@@ -15,13 +15,16 @@ from .array_methods import ArrayMethods
 from .calls import CallEncoder, encode_plain
 from .controller import Controller
 from .dref import DPackedFunc, DRef
+from .loading.load_params import ParamMethods
+from .pools import MemoryMethods
 from .protocol import DiscoAction
+from .timing import TimingMethods
 from .worker import Failed
 
 __all__ = ["Session"]
 
 
-class Session(ArrayMethods):
+class Session(ArrayMethods, MemoryMethods, TimingMethods, ParamMethods):
     """The controller's session: one program that drives all workers.
 
     Commands go to all workers in one order. `call` and what is built on it return at once; worker

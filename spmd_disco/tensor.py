@@ -7,15 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from .device import Device
+from . import cupy_support
+from .device import Device, cpu
 from .errors import DiscoError
-from .worker import current_worker
+from .worker import Worker, current_worker
 
-__all__ = ["array_dtype", "empty", "empty_like"]
+__all__ = ["allocate", "array_dtype", "check_scope", "empty", "empty_like"]
+
+#: The memory scopes that there are: the devices' ordinary memory.
+SCOPES = (None, "", "global")
 
 
 def empty(
-    shape: Sequence[int] | int, dtype: Any = np.float64, device: Device | str | None = None
+    shape: Sequence[int] | int,
+    dtype: Any = np.float64,
+    device: Device | str | None = None,
+    mem_scope: str | None = None,
 ) -> np.ndarray[Any, Any]:
     """Return an uninitialised array, for use in worker functions.
 
@@ -29,19 +36,23 @@ def empty(
     dtype : dtype_like
         A NumPy dtype or its name; ``"bfloat16"``, ``"float8_e4m3fn"`` and the like, too.
     device : Device, optional
-        Default: the worker's own.
+        Default: the worker's own. ``"cpu"`` is there on every worker; ``"cuda:i"`` and
+        ``"cuda_host"`` (memory that CUDA has pinned) where CuPy and a GPU are.
+    mem_scope : str, optional
+        As in TVM; of its scopes there is ``"global"``, which is the default.
 
     Returns
     -------
     ndarray
-        In C order, at a multiple of 64 bytes if it is in peer memory.
+        In C order, at a multiple of 64 bytes if it is in peer memory. On a GPU it is a
+        ``cupy.ndarray``.
 
     Raises
     ------
     MemoryError
         There is not so much peer memory; the text says how much there is, and what sets it.
     TypeError, ValueError
-        Not a shape, a dtype or a device; or a dtype of Python objects.
+        Not a shape, a dtype, a scope or a device that there is; or a dtype of Python objects.
     DiscoError
         The calling thread runs no worker function.
     """
@@ -51,15 +62,60 @@ def empty(
             "there is no current worker here: empty() works in a function that a session calls on "
             "its workers, in the thread that runs it; elsewhere use numpy.empty()"
         )
+    check_scope(mem_scope)
+    return allocate(
+        shape, array_dtype(dtype), None if device is None else Device.of(device), worker
+    )
+
+
+def allocate(
+    shape: Sequence[int] | int,
+    dtype: np.dtype[Any],
+    device: Device | None,
+    worker: Worker | None,
+) -> np.ndarray[Any, Any]:
+    """Return an uninitialised array; see `empty`.
+
+    Parameters
+    ----------
+    shape : tuple of int or int
+    dtype : dtype
+    device : Device or None
+        None for the worker's own.
+    worker : Worker or None
+        None in the controller's program, which has no peer memory.
+    """
+    if device is None:
+        device = cpu() if worker is None else worker.info.device
+    if device.name == "cpu":
+        if worker is None or worker.memory is None:
+            return np.empty(shape, dtype)
+        return worker.memory.empty(shape, dtype)
+    if device.name == "cuda" and device.index < cupy_support.device_count():
+        on_gpu: np.ndarray[Any, Any] = cupy_support.empty(shape, dtype, device)
+        return on_gpu
+    if device.name == "cuda_host" and cupy_support.device_count():
+        return cupy_support.pinned_empty(shape, dtype)
+    if worker is None:
+        raise ValueError(f"there is no device {device} here: see runtime_enabled()")
     info = worker.info
-    if device is not None:
-        device = Device.of(device)
-        if device != info.device and device.type != info.device.type:
-            raise ValueError(f"worker {info.worker_id} has no device {device}, only {info.device}")
-    dtype = array_dtype(dtype)
-    if worker.memory is None:
-        return np.empty(shape, dtype)
-    return worker.memory.empty(shape, dtype)
+    raise ValueError(f"worker {info.worker_id} has no device {device}, only {info.device}")
+
+
+def check_scope(mem_scope: object) -> None:
+    """Refuse a memory scope that no device here has.
+
+    Raises
+    ------
+    ValueError
+        There is no such scope.
+    TypeError
+        It is no string.
+    """
+    if mem_scope is not None and not isinstance(mem_scope, str):
+        raise TypeError(f"a memory scope is a str, not {mem_scope!r}")
+    if mem_scope not in SCOPES:
+        raise ValueError(f"there is no memory scope {mem_scope!r}; allowed is 'global'")
 
 
 def empty_like(array: Any) -> np.ndarray[Any, Any]:

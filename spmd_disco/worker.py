@@ -217,6 +217,8 @@ class Worker(_State):
 
     #: Where its arrays go, if not into ordinary memory; set by whoever opens the session.
     memory: PeerMemory | None = None
+    #: Whether it is in the controller's process, without being worker 0.
+    is_thread = False
 
     def __init__(
         self,
@@ -397,8 +399,9 @@ class Worker(_State):
                     registry.functions[bytes(payload[: end + 1])] = function
                 return function, end + 1
             function, size = self._function(payload[end:])
-            # On worker 0 the controller's own registration serves.
-            if self.info.worker_id != 0 or registry.get_global_func(data, True) is None:
+            # In the controller's process its own registration serves.
+            elsewhere = self.info.worker_id != 0 and not self.is_thread
+            if elsewhere or registry.get_global_func(data, True) is None:
                 registry.register_func(data, function, override=True)
             self.function = data
             return registry.get_global_func(data), end + size

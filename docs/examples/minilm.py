@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import safetensors  # safe_open itself calls itself a builtin, and cannot be sent to workers
 from tokenizers import Tokenizer
 
 import spmd_disco as di
@@ -38,21 +37,10 @@ BATCH = 32
 # ---- Functions that run on every worker. The controller sends them there.
 
 
-def load_shard(model: str) -> dict:
-    """Read this worker's slices of the weights from the file."""
-    me = di.get_worker()
-    shard = {}
-    with safetensors.safe_open(Path(model, "model.safetensors"), "np") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dict, and not iterable
-            weight = file.get_slice(name)
-            columns = ".attention.self." in name or ".intermediate." in name  # rows as stored
-            rows = name.endswith("output.dense.weight")
-            size = weight.get_shape()[1 if rows else 0] // me.num_workers
-            mine = slice(me.worker_id * size, (me.worker_id + 1) * size)
-            shard[name] = weight[mine] if columns else weight[:, mine] if rows else weight[:]
-    # The normal distribution function, for GELU: NumPy has no erf, and a table is faster anyway.
-    shard["phi"] = np.array([math.erfc(-x / 2**0.5) / 2 for x in np.linspace(-6, 6, 2**14 + 1)])
-    return shard
+def with_gelu(weights: dict) -> dict:
+    """Add the normal distribution function: NumPy has no erf, and a table is faster anyway."""
+    phi = [math.erfc(-x / 2**0.5) / 2 for x in np.linspace(-6, 6, 2**14 + 1)]
+    return weights | {"phi": np.array(phi)}
 
 
 def linear(shard: dict, name: str, x: np.ndarray) -> np.ndarray:
@@ -120,6 +108,13 @@ def pool(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
 # ---- The controller's program.
 
 
+def axis_of(name: str, shape: tuple, dtype: np.dtype) -> int | None:
+    """Return along which axis the workers share a weight; None where each needs all of it."""
+    if ".attention.self." in name or ".intermediate." in name:
+        return 0  # columns, which are stored as rows
+    return 1 if name.endswith("output.dense.weight") else None
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="minilm.py", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--text", type=Path, metavar="FILE", help="one sentence a line, UTF-8")
@@ -155,7 +150,8 @@ def main() -> None:
                 f"minilm.py: {sess.num_workers} workers cannot share {heads} attention heads"
                 f" evenly: start it with one of {allowed}"
             )
-        shard = sess.call(load_shard, str(args.model.resolve()))
+        weights = sess.load_params(args.model / "model.safetensors", axis_of)
+        shard = sess.call(with_gelu, weights)
         sess.sync()
         laps.append(("load", time.perf_counter()))
 

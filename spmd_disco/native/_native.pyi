@@ -87,6 +87,8 @@ class Segment:
     ----------
     fd : int
         Its file descriptor in this process, which peers open as ``/proc/PID/fd/FD``.
+    named : bool
+        Whether it has been made with a name, by which peers find it as well.
     nonce : bytes
         The random bytes at its start that prove to a peer that it has the right memory.
     address : int
@@ -94,8 +96,10 @@ class Segment:
     """
 
     @classmethod
-    def create(cls, size: int, reserved: int = ..., /) -> Segment:
+    def create(cls, size: int, reserved: int = ..., named: bool = ..., /) -> Segment:
         """Return new memory of `size` bytes, zero throughout, `reserved` of them backed at once.
+
+        It has a name in ``/dev/shm`` if `named`, or if the system has no memory without one.
 
         Raises
         ------
@@ -116,8 +120,13 @@ class Segment:
             That process is not on this node or may not be looked into, or it is another segment.
         """
 
+    def unlink(self) -> None:
+        """Take its name away, if it has one, since all that need it have mapped it."""
+
     @property
     def fd(self) -> int: ...
+    @property
+    def named(self) -> bool: ...
     @property
     def nonce(self) -> bytes: ...
     @property
@@ -161,6 +170,8 @@ class Pool:
     limits : tuple
         For each control group with a limit: the paths of the files that tell its usage and its
         statistics, and the limit. They are looked at before the pool grows.
+    named : bool
+        Make it with a name in ``/dev/shm``, see `Segment.create`.
 
     Raises
     ------
@@ -171,6 +182,8 @@ class Pool:
     ----------
     fd : int
         Its file descriptor in this process, which peers open as ``/proc/PID/fd/FD``.
+    named : bool
+        Whether it has been made with a name, by which peers find it as well.
     nonce : bytes
         The random bytes at its start that prove to a peer that it has the right memory.
     address, size : int
@@ -181,7 +194,9 @@ class Pool:
         Bytes that the pool has from the system, blocks and free memory together.
     """
 
-    def __new__(cls, cap: int, /, *, limits: tuple[tuple[str, str, int], ...] = ...) -> Pool: ...
+    def __new__(
+        cls, cap: int, /, *, limits: tuple[tuple[str, str, int], ...] = ..., named: bool = ...
+    ) -> Pool: ...
     def empty(self, nbytes: int, /) -> Block:
         """Return a new block; 0 bytes are allowed.
 
@@ -205,8 +220,13 @@ class Pool:
         Blocks stay valid as long as their objects live.
         """
 
+    def unlink(self) -> None:
+        """Take its name away, if it has one, since all that need it have mapped it."""
+
     @property
     def fd(self) -> int: ...
+    @property
+    def named(self) -> bool: ...
     @property
     def nonce(self) -> bytes: ...
     @property

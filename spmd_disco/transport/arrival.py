@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,11 +24,15 @@ __all__ = [
     "Operation",
     "Record",
     "State",
+    "Told",
     "Verdict",
     "decide",
     "describe_signature",
+    "gone_text",
+    "letter_text",
     "make_record",
     "mismatch_text",
+    "name_workers",
     "parse",
     "peer_text",
     "same_dtype_and_count",
@@ -137,6 +141,14 @@ def same_dtype_and_count(a: bytes, b: bytes) -> bool:
     return (x[3], x[10]) == (y[3], y[10])
 
 
+def letter_text(worker: int, sent: bytes, receiver: int, expected: bytes) -> str:
+    """Say that what `worker` has sent does not fit into the receiver's buffer, by signatures."""
+    return (
+        f"worker {worker} sent {describe_signature(sent)}, and the buffer of worker {receiver} is "
+        f"{describe_signature(expected)}: dtype and element count must be equal"
+    )
+
+
 def make_record(
     state: State, ordinal: int, command: int, signature: bytes = _NO_SIGNATURE
 ) -> bytes:
@@ -190,7 +202,8 @@ def describe_signature(block: bytes | bytearray | memoryview) -> str:
     return f"{operation.name.lower()}{reduction} of {dtype} {shape_text}"
 
 
-def _workers(ids: Sequence[int]) -> str:
+def name_workers(ids: Sequence[int]) -> str:
+    """Name some workers, not too many."""
     if len(ids) == 1:
         return f"worker {ids[0]}"
     shown = ", ".join(str(i) for i in ids[:8])
@@ -211,7 +224,7 @@ def mismatch_text(block: bytes | bytearray, ids: Sequence[int], where: str) -> s
         if len(indices) > 1:
             text += f" (as operation {record.ordinal})"
         groups.setdefault(text, []).append(ids[member])
-    given = "; ".join(f"{_workers(who)}: {text}" for text, who in groups.items())
+    given = "; ".join(f"{name_workers(who)}: {text}" for text, who in groups.items())
     return (
         f"command {records[0].command}: the workers {where} did not call the same operation with "
         f"the same dtype and shape, and nothing has moved: {given}"
@@ -232,3 +245,48 @@ def peer_text(worker: int, record: Record, command: int, what: str) -> str:
             f"command {record.command}"
         )
     return f"{what}: {why}"
+
+
+class Told(NamedTuple):
+    """What a worker has last told of itself, where the workers share memory.
+
+    Attributes
+    ----------
+    left : int
+        The newest command in which it takes no part any more.
+    failed : int
+        The newest that failed there.
+    consequence : bool
+        Whether that was for a peer's sake alone.
+    closed : int
+        The command with which it has shut down; negative where its process has ended, else 0.
+    """
+
+    left: int = 0
+    failed: int = 0
+    consequence: bool = False
+    closed: int = 0
+
+
+def gone_text(told: Sequence[Told], ids: Iterable[int], command: int, what: str) -> str:
+    """Say why `what` cannot be done in `command`: which of the workers `ids` will not come.
+
+    It names the one that began it, as far as that can be told.
+    """
+    gone = []
+    for worker in ids:
+        left, failed, consequence, closed = told[worker]
+        if left < command:
+            continue
+        if closed < 0:
+            return f"{what}: the process of worker {worker} has ended"
+        if closed:
+            record = Record(State.SHUTDOWN, 0, closed)
+        elif failed == command:
+            record = Record(State.FAILED, 0, command)
+        else:
+            record = Record(State.LEFT, 0, left)
+        rank = 0 if failed != command else 1 if consequence else -1
+        gone.append(((rank, bool(closed), record.command, worker), worker, record))
+    _, worker, record = min(gone)
+    return peer_text(worker, record, command, what)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .. import native
 from ..config import setting
+from .node import named_memory
 from .peer_memory import PeerMemory, node_identity
 from .wait import Waiter
 
 if TYPE_CHECKING:
-    from ..native._native import Node
+    from ..native._native import Node, Segment
     from .peer_ccl import PeerCCL
 
 __all__ = ["ccl_setting", "open_peer_ccl"]
@@ -57,6 +58,7 @@ class _Wish(NamedTuple):
     def mine(cls) -> _Wish:
         try:
             wanted = ccl_setting()
+            named_memory()
         except ValueError as e:
             return cls(error=str(e))
         if not native.available():
@@ -124,9 +126,12 @@ def open_peer_ccl(
     why = next((f"worker {w}: {wish.why_not}" for w, wish in enumerate(wishes) if wish.why_not), "")
     if not why and len({wish.node for wish in wishes}) > 1:
         why = "the workers are on several nodes"
-    ccl = None
+    block = None
     if not why:
-        ccl, why = _open(exchange, worker_id, num_workers, waiter, num_groups, node, memory)
+        from .peer_ccl import PeerCCL
+
+        size = PeerCCL.required_bytes(num_workers, num_groups)
+        block, why = _share_block(exchange, worker_id, size)
     if why and asked == {"peer"} and worker_id == 0 and not _Warned.yet:
         _Warned.yet = True
         logger.warning(
@@ -134,45 +139,41 @@ def open_peer_ccl(
             "used, since %s; SPMD_DISCO_CCL=mpi silences this",
             why,
         )
-    return ccl, why
-
-
-def _open(
-    exchange: Exchange,
-    worker_id: int,
-    num_workers: int,
-    waiter: Waiter,
-    num_groups: int,
-    node: Node | None,
-    memory: PeerMemory | None,
-) -> tuple[PeerCCL | None, str]:
-    from .peer_ccl import PeerCCL
-
-    core = native.core
-    assert core is not None
-    block, mine = None, None
-    why = ""
-    try:
-        if worker_id == 0:
-            block = core.Segment.create(PeerCCL.required_bytes(num_workers, num_groups))
-            mine = (os.getpid(), block.fd, block.nonce)
-    except (OSError, MemoryError) as e:
-        why = str(e)
-    address, why = exchange((mine, why))[0]
-    if address is None:
+    if block is None:
         return None, why
-    try:
-        if block is None:
-            block = core.Segment.attach(*address)
-    except OSError as e:
-        why = f"worker {worker_id}: {e}"
-    # Worker 0 keeps its handle at least until all have answered.
-    why = next((text for text in exchange(why) if text), "")
-    if why:
-        return None, why
-    assert block is not None
     pools = memory.table if memory is not None and len(memory.node) == num_workers else None
     ccl = PeerCCL(
         block, worker_id, num_workers, waiter, num_groups=num_groups, node=node, pools=pools
     )
     return ccl, ""
+
+
+def _share_block(exchange: Exchange, worker_id: int, size: int) -> tuple[Segment | None, str]:
+    """Return memory of worker 0's in which all workers meet, or None and why not. Collective."""
+    core = native.core
+    assert core is not None
+    why = ""
+    # Where it cannot be found through worker 0's process, there is a name.
+    for named in (named_memory(), True):
+        block, mine, why = None, None, ""
+        try:
+            if worker_id == 0:
+                block = core.Segment.create(size, size, named)
+                mine = (os.getpid(), block.fd, block.nonce)
+        except (OSError, MemoryError) as e:
+            why = str(e)
+        address, why = exchange((mine, why))[0]
+        if address is None:
+            return None, why
+        try:
+            if block is None:
+                block = core.Segment.attach(*address)
+        except OSError as e:
+            why = f"worker {worker_id}: {e}"
+        # Worker 0 keeps its handle at least until all have answered.
+        why = next((text for text in exchange(why) if text), "")
+        if block is not None:
+            block.unlink()
+        if not why:
+            return block, ""
+    return None, why

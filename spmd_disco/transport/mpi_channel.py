@@ -17,7 +17,7 @@ from itertools import repeat
 import numpy as np
 from mpi4py import MPI
 
-from ..codec import ALIGNMENT, Part, assemble
+from ..codec import Part, aligned_memory, assemble
 from ..protocol import ALL
 from .atomic import run
 from .channel import ControllerChannel, WorkerChannel
@@ -59,12 +59,7 @@ def _fragments(message: memoryview) -> list[memoryview]:
 
 
 def _buffer(size: int) -> memoryview:
-    """Return uninitialised memory, aligned as the arrays that may come to lie in it want it."""
-    if size <= EAGER:
-        return memoryview(bytearray(size))
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memoryview(memory[start : start + size])  # type: ignore[arg-type]
+    return memoryview(bytearray(size)) if size <= EAGER else aligned_memory(size)
 
 
 def _announced(message: memoryview) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
-from ..config import setting
+from ..config import flag, setting
 from ..errors import DiscoError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "attach_node",
     "channel_setting",
     "create_node",
+    "named_memory",
     "open_node",
 ]
 
@@ -41,8 +42,28 @@ class NodeAddress(NamedTuple):
     nonce: bytes
 
 
-def create_node(num_workers: int) -> Node:
+def named_memory() -> bool:
+    """Return whether ``SPMD_DISCO_NAMED_MEMORY`` has shared memory get a name from the start.
+
+    Without it a name is what is tried where a system lets processes find no memory without one.
+
+    Raises
+    ------
+    ValueError
+        It is not understood.
+    """
+    return flag("NAMED_MEMORY", False)
+
+
+def create_node(num_workers: int, *, named: bool = False) -> Node:
     """Make the node block of a session, in the controller's process.
+
+    Parameters
+    ----------
+    num_workers : int
+    named : bool
+        Give it a name, see `named_memory`, whatever the setting. Its ``segment.unlink()`` is to be
+        called when all workers have mapped it.
 
     Raises
     ------
@@ -51,11 +72,12 @@ def create_node(num_workers: int) -> Node:
     MemoryError
         The system has not so much shared memory.
     ValueError
-        There are more workers than a node block has places for.
+        There are more workers than a node block has places for, or the setting is not understood.
     OSError
     """
     core = _core()
-    segment = core.Segment.create(core.node_size(num_workers, RING_SIZE, BOX_SIZE))
+    size = core.node_size(num_workers, RING_SIZE, BOX_SIZE)
+    segment = core.Segment.create(size, size, named or named_memory())
     return core.Node(segment, 0, num_workers, RING_SIZE, BOX_SIZE)  # type: ignore[no-any-return]
 
 
@@ -149,9 +171,15 @@ def open_node(comm: Any) -> tuple[Node | None, str]:
         return None, "SPMD_DISCO_CHANNEL=mpi" if asked else "there is one rank"
     reasons = {rank: why for rank, (_, _, why, _) in enumerate(known) if why}
     if not reasons:
-        if node is None:
-            node, why = _try(lambda: attach_node(known[0][3], comm.rank))
-        reasons = {rank: why for rank, why in enumerate(comm.allgather(why)) if why}
+        node, reasons = _attach_all(comm, node, known[0][3])
+        if reasons:
+            # They may find it by a name.
+            if comm.rank == 0:
+                node, why = _try(lambda: create_node(comm.size, named=True))
+            address, why = comm.allgather((None if node is None else address_of(node), why))[0]
+            if not why:
+                node, again = _attach_all(comm, node, address)
+                reasons = again and reasons
     if not reasons:
         return node, ""
     rank, why = next(iter(reasons.items()))
@@ -163,6 +191,19 @@ def open_node(comm: Any) -> tuple[Node | None, str]:
             "unset or set to mpi, MPI carries the commands"
         )
     return None, why
+
+
+def _attach_all(
+    comm: Any, node: Node | None, address: NodeAddress
+) -> tuple[Node | None, dict[int, str]]:
+    """Map rank 0's node block on all others; return why not, by rank. Collective."""
+    why = ""
+    if comm.rank > 0:
+        node, why = _try(lambda: attach_node(address, comm.rank))
+    reasons = {rank: why for rank, why in enumerate(comm.allgather(why)) if why}
+    if comm.rank == 0 and node is not None:
+        node.segment.unlink()
+    return node, reasons
 
 
 def _try(make: Callable[[], Node]) -> tuple[Node | None, str]:

@@ -27,7 +27,7 @@ from .arrival import (
     Operation,
     Record,
     State,
-    describe_signature,
+    letter_text,
     peer_text,
     same_dtype_and_count,
     signature,
@@ -179,11 +179,7 @@ class Mailbox:
         expected = signature(Operation.SEND, None, array.dtype, array.shape)
         if not same_dtype_and_count(letter.signature, expected):
             self._drop(worker)
-            raise ValueError(
-                f"worker {worker} sent {describe_signature(letter.signature)}, and the buffer of "
-                f"worker {self.rank} is {describe_signature(expected)}: dtype and element count "
-                "must be equal"
-            )
+            raise ValueError(letter_text(worker, letter.signature, self.rank, expected))
         if letter.data is not None:
             data = np.frombuffer(letter.data, np.uint8)
             _put(array, data)

@@ -16,12 +16,12 @@ from .. import native
 from ..errors import PeerError
 from .arrival import (
     Operation,
-    Record,
     State,
-    describe_signature,
+    Told,
+    gone_text,
+    letter_text,
     make_record,
     mismatch_text,
-    peer_text,
     same_dtype_and_count,
     signature,
 )
@@ -221,24 +221,9 @@ class PeerCCL(HostCCL):
 
     def _gone_text(self, ids: range, command: int, what: str) -> str:
         """Say who will not come to what: the one that began it, as far as that can be told."""
-        told = self._cells.told()
-        gone = []
-        for worker in ids:
-            left, failed, consequence, closed = told[worker]
-            if worker == self.worker_id or left < command:
-                continue
-            if closed < 0:
-                return f"{what}: the process of worker {worker} has ended"
-            if closed:
-                record = Record(State.SHUTDOWN, 0, closed)
-            elif failed == command:
-                record = Record(State.FAILED, 0, command)
-            else:
-                record = Record(State.LEFT, 0, left)
-            rank = 0 if failed != command else 1 if consequence else -1
-            gone.append(((rank, bool(closed), record.command, worker), worker, record))
-        _, worker, record = min(gone)
-        return peer_text(worker, record, command, what)
+        told = [Told(*each) for each in self._cells.told()]
+        others = (worker for worker in ids if worker != self.worker_id)
+        return gone_text(told, others, command, what)
 
     # Collectives ----------------------------------------------------------------------------------
 
@@ -296,11 +281,7 @@ class PeerCCL(HostCCL):
             expected = signature(Operation.SEND, None, buffer.dtype, buffer.shape)
             if not same_dtype_and_count(sign, expected) or nbytes != buffer.nbytes:
                 self._cells.drop(worker)
-                raise ValueError(
-                    f"worker {worker} sent {describe_signature(sign)}, and the buffer of worker "
-                    f"{self.worker_id} is {describe_signature(expected)}: dtype and element count "
-                    "must be equal"
-                )
+                raise ValueError(letter_text(worker, sign, self.worker_id, expected))
             target, after = contiguous(buffer, None)
             assert target is not None
             try:

@@ -18,6 +18,7 @@ import numpy as np
 from .. import native
 from ..config import byte_count, setting
 from .memory_limits import available, limits
+from .node import named_memory
 
 if TYPE_CHECKING:
     from ..native._native import Block, Pool, PoolTable
@@ -55,13 +56,16 @@ class _Wish(NamedTuple):
     #: Why this worker has no peer memory, and whether that is worth a warning.
     why_not: str = ""
     warn: bool = False
-    #: What is wrong with the setting.
+    #: What is wrong with a setting.
     error: str = ""
+    #: Whether its pool is to have a name.
+    named: bool = False
 
     @classmethod
     def mine(cls) -> _Wish:
         try:
             size = setting("PEER_POOL", None, byte_count)
+            named = named_memory()
         except ValueError as e:
             return cls(error=str(e))
         if size == 0:
@@ -69,7 +73,7 @@ class _Wish(NamedTuple):
         if not native.available():
             return cls(why_not=f"the native module is {native.why_not}")
         try:
-            return cls(node_identity(), size)
+            return cls(node_identity(), size, named=named)
         except OSError as e:
             return cls(why_not=f"the node cannot be told from others: {e}", warn=True)
 
@@ -102,6 +106,9 @@ class PeerMemory:
         A worker has a setting ``SPMD_DISCO_PEER_POOL`` that cannot be understood; on all workers.
     """
 
+    #: What threads of one process share in its place: arrays of the controller, while they are
+    #: handed out.
+    handed: dict[int, np.ndarray[Any, Any]] | None = None
     #: Whether this process has said that peer memory cannot be had.
     warned: ClassVar[bool] = False
 
@@ -139,12 +146,19 @@ class PeerMemory:
         self.node = tuple(i for i, wish in enumerate(wishes) if wish.node == mine.node)
         nodes = [wish.node for wish in wishes]
         self.leaders = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
-        handle, why_not = self._open(mine)
-        opened = exchange((handle, why_not))
-        if not self._everyone([why_not for _, why_not in opened]):
-            return False
-        why_not = self._map([handle for handle, _ in opened])
-        return self._everyone(exchange(why_not))
+        reasons: Sequence[str] = ()
+        # Where they cannot be found through their processes, there are names.
+        for named in (mine.named, True):
+            handle, why_not = self._open(mine, named)
+            opened = exchange((handle, why_not))
+            if not self._everyone([why_not for _, why_not in opened]):
+                return False
+            reasons = exchange(self._map([handle for handle, _ in opened]))
+            if self.pool is not None:
+                self.pool.unlink()
+            if not any(reasons):
+                return True
+        return self._everyone(reasons)
 
     def _everyone(self, reasons: Sequence[str], warn: bool = True) -> bool:
         """Return whether no worker has a reason against it; if one has, tell, once."""
@@ -162,7 +176,7 @@ class PeerMemory:
             )
         return False
 
-    def _open(self, wish: _Wish) -> tuple[tuple[int, int, bytes] | None, str]:
+    def _open(self, wish: _Wish, named: bool) -> tuple[tuple[int, int, bytes] | None, str]:
         """Open this worker's pool; return how others find it, or why there is none."""
         if len(self.node) == 1:
             return None, ""
@@ -173,7 +187,7 @@ class PeerMemory:
                 cap //= len(self.node)
         assert native.core is not None
         try:
-            pool = native.core.Pool(cap, limits=tuple(map(tuple, limits())))
+            pool = native.core.Pool(cap, limits=tuple(map(tuple, limits())), named=named)
         except (OSError, MemoryError) as e:
             return None, f"no pool of {cap} bytes can be opened: {e}"
         self.pool = pool

@@ -34,11 +34,11 @@ class RingControllerChannel(ControllerChannel):
     """
 
     def __init__(self, node: Node, waiter: Waiter) -> None:
-        assert core is not None
         self._node: Node | None = node
         self._waiter = waiter
-        self._ring: Ring | None = core.Ring(node)
-        self._replies: Replies | None = core.Replies(node)
+        self._ring: Ring | None
+        self._replies: Replies | None
+        self._ring, self._replies = _ends(node)
         self._queue: deque[tuple[int, memoryview]] = deque()
         #: The last state, once the memory has been given back.
         self._published = 0
@@ -109,11 +109,9 @@ class RingWorkerChannel(WorkerChannel):
     """
 
     def __init__(self, node: Node, waiter: Waiter) -> None:
-        assert core is not None
         self._node = node
         self._waiter = waiter
-        self._ring = core.Ring(node)
-        self._replies = core.Replies(node)
+        self._ring, self._replies = _ends(node)
         #: Whether replies wait for room in the box.
         self._pending = False
         #: Whether the next message has been polled for as long as that is worth it.
@@ -165,6 +163,12 @@ class RingWorkerChannel(WorkerChannel):
         )
         self._waiter.remove_hook(self.pump)
         del self._ring, self._replies, self._node
+
+
+def _ends(node: Node) -> tuple[Ring, Replies]:
+    """Return this process's ends of the ring and of the boxes."""
+    assert core is not None
+    return core.Ring(node), core.Replies(node)
 
 
 def _the_next_command() -> str:

@@ -360,64 +360,54 @@ sess.shutdown()
     assert (ended.status, ended.out, ended.err) == (0, "[0, 1]\n", "")
 
 
-def test_ctrl_c(start, local_app):
-    local_app(
-        """
-sess = di.session(2)
-def wait():
-    if ident():
-        open("there", "w").close()
-    time.sleep(60)
-def report():
-    while not os.path.exists("there"):
-        time.sleep(0.01)
-    print("ready", flush=True)
-print(sess.call(os.getpid).get(1), flush=True)
-threading.Thread(target=report).start()
-sess.call(wait).get(1)
-"""
-    )
-    job = start(1, "app.py", command=[sys.executable])
-    job.wait_for("ready")
-    started = time.monotonic()
-    os.killpg(job.process.pid, signal.SIGINT)
-    ended = job.wait()
-    assert ended.status in (130, -signal.SIGINT)
-    assert time.monotonic() - started < 10
-    assert "KeyboardInterrupt" in ended.err
-    wait_until_gone([int(ended.lines[0])])
+@pytest.fixture
+def interrupted(start, local_app):
+    """Run a program, and interrupt it once worker 1 is in a function of it; return how it ends."""
 
-
-@pytest.mark.parametrize("with_block", [True, False])
-def test_ctrl_c_with_a_worker_in_c_code(start, local_app, with_block):
-    """Nothing in Python can interrupt it, so it is killed."""
-    local_app(
-        f"""
+    def run(work: str, call: str):
+        local_app(
+            f"""
+import contextlib
 sess = di.session(2)
 def work():
     if ident():
         open("there", "w").close()
-        return sum(range(10**11))
+    {work}
 def report():
     while not os.path.exists("there"):
         time.sleep(0.01)
     print("ready", flush=True)
 print(sess.call(os.getpid).get(1), flush=True)
 threading.Thread(target=report).start()
-with sess if {with_block} else contextlib.nullcontext():
-    sess.call(work).get(1)
-""".replace("sess = di", "import contextlib\nsess = di", 1)
+{call}
+"""
+        )
+        job = start(1, "app.py", command=[sys.executable])
+        job.wait_for("ready")
+        started = time.monotonic()
+        os.killpg(job.process.pid, signal.SIGINT)
+        ended = job.wait()
+        assert ended.status in (130, -signal.SIGINT)
+        assert time.monotonic() - started < 10
+        assert "KeyboardInterrupt" in ended.err
+        wait_until_gone([int(ended.lines[0])])
+        return ended
+
+    return run
+
+
+def test_ctrl_c(interrupted):
+    ended = interrupted("time.sleep(60)", "sess.call(work).get(1)")
+    assert "killed" not in ended.err
+
+
+@pytest.mark.parametrize("block", ["sess", "contextlib.nullcontext()"])
+def test_ctrl_c_with_a_worker_in_c_code(interrupted, block):
+    """Nothing in Python can interrupt it, so it is killed."""
+    ended = interrupted(
+        "return ident() and sum(range(10**11))", f"with {block}:\n    sess.call(work).get(1)"
     )
-    job = start(1, "app.py", command=[sys.executable])
-    job.wait_for("ready")
-    started = time.monotonic()
-    os.killpg(job.process.pid, signal.SIGINT)
-    ended = job.wait()
-    assert ended.status in (130, -signal.SIGINT)
-    assert time.monotonic() - started < 10
-    assert "KeyboardInterrupt" in ended.err
     assert re.search(r"waiting for worker 1 .*, and the workers are killed", ended.err)
-    wait_until_gone([int(ended.lines[0])])
 
 
 def test_an_exception_with_a_worker_that_goes_on(plain, local_app):

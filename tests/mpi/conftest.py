@@ -9,7 +9,8 @@ Tests that ask for `sess` know nothing of MPI. Without it, in one process,
 
     TEST_WORKERS=4 python -m pytest -p no:pytest_mpi tests/mpi
 
-runs these over a ProcessSession.
+runs these over a ProcessSession, and with TEST_SESSION=ThreadedSession beside it over threads.
+Tests marked `processes` want workers with a process of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ import spmd_disco as di
 
 #: The workers of the ProcessSession that takes the place of MPI's ranks; 0 under mpiexec.
 WORKERS = int(os.environ.get("TEST_WORKERS", "0"))
+#: The kind of session then.
+SESSION = getattr(di, os.environ.get("TEST_SESSION", "ProcessSession"))
+THREADS = SESSION is di.ThreadedSession
 
 # ------------------------------------------------------------------ reports, and keeping in step
 
@@ -124,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if size % num_groups:
         pytest.skip(f"{size} workers cannot be split into {num_groups} groups")
     if WORKERS:
-        opened: di.Session = di.ProcessSession(WORKERS, num_groups)
+        opened: di.Session = SESSION(WORKERS, num_groups)
     else:
         opened = di.MPISession(MPI.COMM_WORLD, num_groups=num_groups)
     with opened as sess:
@@ -145,6 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fits = (
             "sess" in getattr(item, "fixturenames", ())
             and item.get_closest_marker("communicators") is None
+            and not (THREADS and item.get_closest_marker("processes"))
             and needed <= WORKERS
         )
         (kept if fits else left_out).append(item)

@@ -183,6 +183,7 @@ def test_a_changed_global_counts(sess):
     assert sess.call(f, 1).get_all() == [11] * sess.num_workers
 
 
+@pytest.mark.processes
 def test_what_an_import_path_means_may_change(sess, tmp_path):
     n = sess.num_workers
     (tmp_path / "changing_module.py").write_text("def f(x):\n    return x + 1\n")

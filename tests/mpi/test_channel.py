@@ -26,6 +26,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:spmd_disco")
 
 
+@pytest.mark.processes
 def test_the_ring_is_used_where_it_can_be(sess):
     def has_node() -> bool:
         return Member.latest._node is not None

@@ -92,6 +92,7 @@ def test_interrupts_leave_all_workers_at_the_same_command(sess, strike):
     on_all(sess, 1)
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_what_the_workers_do(sess):
     last = sess.num_workers - 1
 

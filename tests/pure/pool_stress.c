@@ -59,7 +59,7 @@ int
 main(void)
 {
     pthread_t threads[THREADS];
-    pool = pool_create((size_t)64 << 20);
+    pool = pool_create((size_t)64 << 20, false);
     if (pool == NULL) {
         perror("pool_create");
         return 1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 import signal
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from ccl_plan import Player, expected, make_plan
 from forked_workers import Worker, run_forked
+from sanitized import DATA_PLANE, SANITIZERS, run_sanitized
 
 from spmd_disco import native
 from spmd_disco.errors import DiscoError, DiscoTimeout, PeerError, SessionClosedError
@@ -476,6 +478,12 @@ def test_damaged_memory(seed: int) -> None:
                 ccl.fail(plane.number)
 
     run_forked(2, work, limit=4, may_hang=True)
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_threads_under_a_sanitizer(sanitizer: str, tmp_path: pathlib.Path) -> None:
+    stress = pathlib.Path(__file__).parent / "cells_stress.c"
+    run_sanitized(sanitizer, [stress, *DATA_PLANE], tmp_path)
 
 
 def test_no_mpi() -> None:

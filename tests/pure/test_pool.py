@@ -7,12 +7,11 @@ import os
 import pathlib
 import random
 import threading
-import traceback
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 import pytest
+from forked import children
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -30,21 +29,6 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 def fill(block: object, value: int) -> None:
     np.frombuffer(block, np.uint8)[:] = value  # type: ignore[call-overload]
-
-
-def in_child(function: Callable[[], None]) -> int:
-    """Run `function` in a forked child; return its exit status, 0 if nothing was raised."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            function()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # ------------------------------------------------------------------ blocks
@@ -368,7 +352,8 @@ def test_a_forked_child_leaves_the_pool_alone():
         own = core.Pool(MIB)
         assert len(own.empty(100)) == 100
 
-    assert in_child(child) == 0
+    with children(child):
+        pass
     assert pool.used == used
     assert bytes(blocks[0]) == b"\5" * 1000
     assert pool.empty(1000).offset != blocks[0].offset
@@ -389,7 +374,8 @@ def test_maps_of_peers():
         assert table.locate(mapped.address + 5, 7) == (0, 5)
         memory[small.offset] = 8
 
-    assert in_child(peer) == 0
+    with children(peer):
+        pass
     assert bytes(small)[:2] == b"\x08\x03"
 
     # What the pool grows by later is in the map, too.
@@ -462,7 +448,8 @@ def test_loans():
         del view
         gc.collect()
 
-    assert in_child(child) == 0
+    with children(child):
+        pass
     assert states[69] == 1
     del view
     assert states[69] == 2
@@ -536,4 +523,4 @@ def test_limits_where_there_are_none(tmp_path):
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_threads_under_a_sanitizer(sanitizer, tmp_path):
     stress = pathlib.Path(__file__).parent / "pool_stress.c"
-    run_sanitized(sanitizer, [stress, SOURCES / "pool.c"], tmp_path)
+    run_sanitized(sanitizer, [stress, SOURCES / "pool.c", SOURCES / "shared.c"], tmp_path)

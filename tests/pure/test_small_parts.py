@@ -1,4 +1,4 @@
-"""Devices, settings, waits, pickles, and the detection of MPI calls."""
+"""Settings, waits, pickles, and the detection of MPI calls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ from spmd_disco import pickling
 from spmd_disco.config import flag, setting
 from spmd_disco.transport.mpi_call import mpi_call
 from spmd_disco.transport.wait import Waiter
-
-
-def test_devices():
-    assert di.cpu() == di.Device(1, 0) == di.Device.of("cpu") == di.Device.of((1, 0))
-    assert str(di.Device.of("cuda:3")) == "cuda:3"
-    assert di.Device.of("llvm") == di.cpu()
-    assert di.Device.of(di.cpu(2)).index == 2
-    assert di.cpu(1).__dlpack_device__() == (1, 1)
-    assert len({di.cpu(), di.cpu(0), di.cpu(1)}) == 2
-    for wrong in ("abacus", "cpu:", "cpu:x", "cpu:-1", "", (9, 0), (1, -1)):
-        with pytest.raises(ValueError, match="device"):
-            di.Device.of(wrong)
-    for wrong in (None, 3, (1, 2, 3)):
-        with pytest.raises((TypeError, ValueError)):
-            di.Device.of(wrong)
 
 
 def test_settings(monkeypatch):

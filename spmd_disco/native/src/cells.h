@@ -332,6 +332,9 @@ PyObject *cells_gather(CellsObject *self, PyObject *const *args, Py_ssize_t narg
 PyObject *cells_broadcast(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *cells_scatter(CellsObject *self, PyObject *const *args, Py_ssize_t nargs);
 
+/* Whether an argument is the number of a worker, and which; else there is an exception. */
+bool cells_take_worker(const CellsObject *self, PyObject *arg, const char *method, int *worker);
+
 /* cells_messages.c */
 PyObject *cells_send(CellsObject *self, PyObject *args);
 PyObject *cells_letter(CellsObject *self, PyObject *arg);

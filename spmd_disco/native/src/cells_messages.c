@@ -39,20 +39,18 @@ cells_letter(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         return cells_refuse();
-    long sender = PyLong_AsLong(arg);
-    if (sender == -1 && PyErr_Occurred())
+    int sender;
+    if (!cells_take_worker(self, arg, "letter", &sender))
         return NULL;
-    if (sender < 0 || sender >= self->num_workers)
-        return PyErr_Format(PyExc_ValueError, "letter: no such worker");
     peer_reads_all(self);
-    const struct mail_header *header = mail_look(&self->mail, (int)sender);
+    const struct mail_header *header = mail_look(&self->mail, sender);
     if (header == NULL) {
         if (cells_left_by(&self->world.peers[sender]) < self->command)
             Py_RETURN_NONE;
         /* It may have sent, and then left. */
-        header = mail_look(&self->mail, (int)sender);
+        header = mail_look(&self->mail, sender);
         if (header == NULL) {
-            if (mail_is_coming(&self->mail, (int)sender))
+            if (mail_is_coming(&self->mail, sender))
                 Py_RETURN_NONE;
             Py_RETURN_FALSE;
         }
@@ -97,12 +95,10 @@ cells_drop(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         return cells_refuse();
-    long sender = PyLong_AsLong(arg);
-    if (sender == -1 && PyErr_Occurred())
+    int sender;
+    if (!cells_take_worker(self, arg, "drop", &sender))
         return NULL;
-    if (sender < 0 || sender >= self->num_workers)
-        return PyErr_Format(PyExc_ValueError, "drop: no such worker");
-    mail_drop(&self->mail, (int)sender);
+    mail_drop(&self->mail, sender);
     Py_RETURN_NONE;
 }
 

@@ -8,14 +8,46 @@
 
 #include "reduce.h"
 
+/* A command's number. */
+static bool
+take_command(PyObject *arg, long long *command)
+{
+    *command = PyLong_AsLongLong(arg);
+    return *command != -1 || !PyErr_Occurred();
+}
+
+/* The communicator that a truth value means, or NULL with an exception. */
+static struct cells_members *
+take_members(CellsObject *self, PyObject *in_group)
+{
+    int truth = PyObject_IsTrue(in_group);
+    if (truth < 0)
+        return NULL;
+    return truth && self->group.size > 0 ? &self->group : &self->world;
+}
+
+bool
+cells_take_worker(const CellsObject *self, PyObject *arg, const char *method, int *worker)
+{
+    long number = PyLong_AsLong(arg);
+    if (number == -1 && PyErr_Occurred())
+        return false;
+    if (number < 0 || number >= self->num_workers) {
+        PyErr_Format(PyExc_ValueError, "%s: no such worker", method);
+        return false;
+    }
+    *worker = (int)number;
+    return true;
+}
+
 /* begin(command): this worker starts it, and so has left all before. */
 static PyObject *
 cells_begin(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         Py_RETURN_NONE;
-    long long command = PyLong_AsLongLong(arg);
-    if (command == -1 && PyErr_Occurred())
+    long long command;
+    if (!take_command(arg, &command))
         return NULL;
     if (self->op.stage != CELLS_IDLE && cells_break_off(self) < 0)
         return NULL;
@@ -31,8 +63,8 @@ cells_leave(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         Py_RETURN_NONE;
-    long long command = PyLong_AsLongLong(arg);
-    if (command == -1 && PyErr_Occurred())
+    long long command;
+    if (!take_command(arg, &command))
         return NULL;
     cells_has_left(self, command);
     Py_RETURN_NONE;
@@ -44,8 +76,8 @@ cells_fail(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         Py_RETURN_NONE;
-    long long command = PyLong_AsLongLong(arg);
-    if (command == -1 && PyErr_Occurred())
+    long long command;
+    if (!take_command(arg, &command))
         return NULL;
     int done = self->op.stage == CELLS_IDLE ? 0 : cells_break_off(self);
     bool released = self->world.gone == command || self->group.gone == command;
@@ -59,8 +91,8 @@ cells_close(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         Py_RETURN_NONE;
-    long long command = PyLong_AsLongLong(arg);
-    if (command == -1 && PyErr_Occurred())
+    long long command;
+    if (!take_command(arg, &command))
         return NULL;
     if (self->op.stage != CELLS_IDLE && cells_break_off(self) < 0)
         return NULL;
@@ -76,11 +108,9 @@ cells_bury(CellsObject *self, PyObject *arg)
 {
     if (cells_released(self))
         return cells_refuse();
-    long worker = PyLong_AsLong(arg);
-    if (worker == -1 && PyErr_Occurred())
+    int worker;
+    if (!cells_take_worker(self, arg, "bury", &worker))
         return NULL;
-    if (worker < 0 || worker >= self->num_workers)
-        return PyErr_Format(PyExc_ValueError, "bury: no such worker");
     struct cells_worker *dead = self->world.peers[worker].worker;
     atomic_store_explicit(&dead->closed, CELLS_DIED, memory_order_relaxed);
     atomic_store_explicit(&dead->left, INT64_MAX, memory_order_release);
@@ -182,10 +212,9 @@ cells_signatures(CellsObject *self, PyObject *in_group)
 {
     if (cells_released(self))
         return cells_refuse();
-    int truth = PyObject_IsTrue(in_group);
-    if (truth < 0)
+    struct cells_members *c = take_members(self, in_group);
+    if (c == NULL)
         return NULL;
-    struct cells_members *c = truth && self->group.size > 0 ? &self->group : &self->world;
     return PyBytes_FromStringAndSize((char *)c->signatures, (Py_ssize_t)c->size * CELLS_SIGNATURE);
 }
 
@@ -215,10 +244,9 @@ cells_withdrawn(CellsObject *self, PyObject *in_group)
 {
     if (cells_released(self))
         return cells_refuse();
-    int truth = PyObject_IsTrue(in_group);
-    if (truth < 0)
+    struct cells_members *c = take_members(self, in_group);
+    if (c == NULL)
         return NULL;
-    struct cells_members *c = truth && self->group.size > 0 ? &self->group : &self->world;
     if (c->withdrawn < 0)
         Py_RETURN_NONE;
     return PyLong_FromLong(c->first + c->withdrawn);

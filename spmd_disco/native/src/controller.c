@@ -3,7 +3,6 @@
  * controller.py is the reference. */
 #include "controller.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
@@ -240,6 +239,19 @@ all_have_left(const Node *node, uint64_t number)
     return true;
 }
 
+/* A command of a node's. */
+struct command {
+    const Node *node;
+    uint64_t number;
+};
+
+static bool
+is_left_by_all(const void *what)
+{
+    const struct command *command = what;
+    return all_have_left(command->node, command->number);
+}
+
 /* Whether all workers have left all commands, and nothing has failed that is still to be reported.
  * Waits for that as long as such waits usually last. False says nothing. */
 static PyObject *
@@ -256,19 +268,11 @@ all_is_well(ControllerState *self, PyObject *ignored)
         Py_RETURN_FALSE;
     RingObject *ring = (RingObject *)Py_NewRef((PyObject *)self->ring);
     Node *node = ring->ring.node;
-    uint64_t number = ring_published(&ring->ring);
-    bool left = all_have_left(node, number);
+    struct command command = {node, ring_published(&ring->ring)};
+    bool left = is_left_by_all(&command);
     if (!left) {
         Py_BEGIN_ALLOW_THREADS
-        int64_t end = node_now() + node->spin_ns;
-        do {
-            for (int poll = 0; poll < 16 && !left; poll++) {
-                left = all_have_left(node, number);
-                relax();
-            }
-            if (!left)
-                sched_yield();
-        } while (!left && node_now() < end);
+        left = node_poll(is_left_by_all, &command, node->spin_ns);
         Py_END_ALLOW_THREADS
     }
     bool well = left && self->ring == ring && count_failures(self) == self->failures_seen;

@@ -5,13 +5,12 @@
  * changed, failures to be reported, a closed session. */
 #include "submit.h"
 
-#include <sched.h>
 #include <string.h>
 #include <structmember.h>
 
 #include "handle.h"
 
-static PyObject *str_acquire, *str_controller, *str_level, *str_poll, *str_release, *str_structlog;
+static PyObject *str_controller, *str_level, *str_poll, *str_structlog;
 static PyObject *root_fields; /* of the root logger */
 
 /* Whether the workers know the import path and the logging of this process as they are. */
@@ -211,6 +210,19 @@ take_reply(ControllerState *self, long long number, long target)
     return value;
 }
 
+/* What a worker has been asked, and where it answers. */
+struct question {
+    const RepliesObject *boxes;
+    uint32_t worker;
+};
+
+static bool
+is_answered(const void *what)
+{
+    const struct question *question = what;
+    return replies_waiting(question->boxes, question->worker);
+}
+
 /* DRef.get: the value of worker 0 if it needs no copy, or that of another if it is small. */
 static PyObject *
 get_value(PyObject *const *args, Py_ssize_t count)
@@ -251,17 +263,10 @@ get_value(PyObject *const *args, Py_ssize_t count)
     if (number <= 0)
         goto end;
     RepliesObject *boxes = (RepliesObject *)Py_NewRef((PyObject *)self->boxes);
-    bool here = false;
+    struct question question = {boxes, (uint32_t)target};
+    bool here;
     Py_BEGIN_ALLOW_THREADS
-    int64_t end = node_now() + boxes->node->spin_ns;
-    do {
-        for (int poll = 0; poll < 16 && !here; poll++) {
-            here = replies_waiting(boxes, (uint32_t)target);
-            relax();
-        }
-        if (!here)
-            sched_yield();
-    } while (!here && node_now() < end);
+    here = node_poll(is_answered, &question, boxes->node->spin_ns);
     Py_END_ALLOW_THREADS
     Py_DECREF(boxes);
     if (here)
@@ -309,19 +314,13 @@ fastcall_call(FastCall *self, PyObject *const *args, size_t flags, PyObject *nam
     for (Py_ssize_t i = 1; i < count; i++)
         if (is_foreign(controller, args[0], args[i]))
             goto slow;
-    if (call_method(controller->lock, str_acquire) < 0)
+    if (acquire_lock(controller) < 0)
         goto end;
     int done = call_locked(controller, args[0], args + 1, count - 1, &result);
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    if (call_method(controller->lock, str_release) < 0) {
+    if (release_lock(controller) < 0) {
         Py_CLEAR(result);
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
         goto end;
     }
-    PyErr_Restore(type, error, traceback);
     if (done != 0)
         goto end;
 slow:
@@ -433,8 +432,8 @@ int
 add_fastcall(PyObject *module)
 {
     const Name names[] = {
-        {&str_acquire, "acquire"}, {&str_controller, "_controller"}, {&str_level, "level"},
-        {&str_poll, "_poll"}, {&str_release, "release"}, {&str_structlog, "structlog"},
+        {&str_controller, "_controller"}, {&str_level, "level"}, {&str_poll, "_poll"},
+        {&str_structlog, "structlog"},
     };
     if (intern_names(names, sizeof names / sizeof *names) < 0)
         return -1;

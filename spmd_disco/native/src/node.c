@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -35,22 +34,27 @@ futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns)
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &limit, NULL, 0);
 }
 
+/* A doorbell, and what it was when somebody last looked. */
+struct bell {
+    _Atomic uint32_t *word;
+    uint32_t seen;
+};
+
+static bool
+has_rung(const void *what)
+{
+    const struct bell *bell = what;
+    return atomic_load(bell->word) != bell->seen;
+}
+
 bool
 node_wait(Node *node, uint32_t seen, int64_t deadline)
 {
-    _Atomic uint32_t *bell = &node->mine->bell;
-    int64_t now = node_now(), spin_end = now + node->spin_ns;
-    if (spin_end > deadline)
-        spin_end = deadline;
-    while (now < spin_end) {
-        for (int poll = 0; poll < POLLS_PER_YIELD; poll++) {
-            if (atomic_load(bell) != seen)
-                return true;
-            relax();
-        }
-        sched_yield();
-        now = node_now();
-    }
+    struct bell bell = {&node->mine->bell, seen};
+    int64_t left = deadline - node_now();
+    int64_t ns = left < node->spin_ns ? left : node->spin_ns;
+    if (ns > 0 && node_poll(has_rung, &bell, ns))
+        return true;
     return node_sleep(node, seen, deadline);
 }
 

@@ -18,6 +18,8 @@
 #ifndef SPMD_DISCO_NODE_H
 #define SPMD_DISCO_NODE_H
 
+#include <sched.h>
+
 #include "native.h"
 
 #define NODE_MAGIC 0x4353444eu /* "NDSC" */
@@ -111,6 +113,22 @@ extern PyTypeObject *Node_Type;
 
 /* The clock of `since` and of deadlines: CLOCK_MONOTONIC in ns. */
 int64_t node_now(void);
+
+/* Poll with yields until `ready` says so, for `ns` at most; say whether it does. */
+static inline bool
+node_poll(bool (*ready)(const void *), const void *what, int64_t ns)
+{
+    int64_t end = node_now() + ns;
+    do {
+        for (int poll = 0; poll < POLLS_PER_YIELD; poll++) {
+            if (ready(what))
+                return true;
+            relax();
+        }
+        sched_yield();
+    } while (node_now() < end);
+    return false;
+}
 
 /* Wake everybody who sleeps at a word, and sleep at it while it holds `seen`, `ns` at most. All
  * futexes are shared between processes. `futex_wait` ends early at a signal. */

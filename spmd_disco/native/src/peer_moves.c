@@ -417,13 +417,15 @@ move_in_place(struct move *move)
 static bool
 is_beyond_caches(const struct cells_under_way *op)
 {
-    static long cache;
+    static atomic_long known;
+    long cache = atomic_load_explicit(&known, memory_order_relaxed);
     if (cache == 0) {
-        long found = 0;
 #ifdef _SC_LEVEL3_CACHE_SIZE
-        found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+        cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-        cache = found > 0 ? found : LAST_CACHE;
+        if (cache <= 0)
+            cache = LAST_CACHE;
+        atomic_store_explicit(&known, cache, memory_order_relaxed);
     }
     size_t size = op->members->size, parts;
     switch (op->operation) {

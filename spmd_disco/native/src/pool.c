@@ -1,4 +1,4 @@
-/* Memory for arrays that the peers on the node can reach: one sparse memfd per worker.
+/* Memory for arrays that the peers on the node can reach: one sparse segment per worker.
  *
  * The whole of it is mapped from the start, here and by the peers, and none of it is backed by
  * memory: its owner has the system back it piece by piece, by posix_fallocate, before a block there
@@ -23,10 +23,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <unistd.h>
 
-#include "segment.h"
+#include "shared.h"
 
 /* What is taken from the system at once, where the cap allows: one call costs some microseconds. */
 #define GROWTH ((size_t)2 << 20)
@@ -70,6 +69,7 @@ struct Pool {
     uint8_t *base;
     size_t size, cap, page;
     int fd;
+    bool named;
     unsigned forks;
     pthread_mutex_t lock;
     bool closed;
@@ -659,7 +659,7 @@ pool_close(struct Pool *pool)
 /* The pool ---------------------------------------------------------------------------------- */
 
 struct Pool *
-pool_create(size_t cap)
+pool_create(size_t cap, bool named)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (cap > SIZE_MAX / 8) {
@@ -681,19 +681,20 @@ pool_create(size_t cap)
     pool->cap = cap;
     pool->page = page;
     pool->forks = pool_forks();
+    pool->named = named;
     pthread_mutex_init(&pool->lock, NULL);
     /* One entry more than pages, so that the last span has nothing behind it. */
     void *spans = MAP_FAILED, *base = MAP_FAILED;
     uint8_t nonce[NONCE_SIZE];
-    pool->fd = memfd_create("spmd_disco_pool", MFD_CLOEXEC);
-    if (pool->fd >= 0 && ftruncate(pool->fd, (off_t)pool->size) == 0)
+    pool->fd = shared_make(pool->size, nonce, &pool->named);
+    if (pool->fd >= 0)
         base = mmap(NULL, pool->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, pool->fd,
                     0);
     if (base != MAP_FAILED)
         spans = mmap(NULL, (pages + 1) * sizeof *pool->spans, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     int error = 0;
-    if (spans == MAP_FAILED || getrandom(nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce)
+    if (spans == MAP_FAILED)
         error = errno;
     else
         error = posix_fallocate(pool->fd, 0, (off_t)page);
@@ -702,8 +703,10 @@ pool_create(size_t cap)
             munmap(spans, (pages + 1) * sizeof *pool->spans);
         if (base != MAP_FAILED)
             munmap(base, pool->size);
-        if (pool->fd >= 0)
+        if (pool->fd >= 0) {
+            shared_unlink(nonce);
             close(pool->fd);
+        }
         pthread_mutex_destroy(&pool->lock);
         free(all);
         free(pool);
@@ -724,8 +727,16 @@ pool_create(size_t cap)
 }
 
 void
+pool_unlink(struct Pool *pool)
+{
+    if (pool->named)
+        shared_unlink(pool->base);
+}
+
+void
 pool_destroy(struct Pool *pool)
 {
+    pool_unlink(pool);
     size_t pages = pool->size / pool->page;
     /* In a forked child another thread of the parent may have been in the middle of a change; the
      * child keeps the few bytes. */
@@ -782,6 +793,12 @@ size_t
 pool_size(const struct Pool *pool)
 {
     return pool->size;
+}
+
+bool
+pool_is_named(const struct Pool *pool)
+{
+    return pool->named;
 }
 
 int

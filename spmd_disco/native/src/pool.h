@@ -21,8 +21,10 @@ enum PoolResult {
     POOL_BUSY,        /* only from pool_alloc_at_once: it would have to wait, or to grow */
 };
 
-/* Return a new pool, or NULL with errno set. */
-struct Pool *pool_create(size_t cap);
+/* Return a new pool, or NULL with errno set. `named`: see shared.h. */
+struct Pool *pool_create(size_t cap, bool named);
+/* Take its name away, if it has one, as all peers have it mapped. */
+void pool_unlink(struct Pool *pool);
 /* Unmap it. No block may be in use any more. */
 void pool_destroy(struct Pool *pool);
 
@@ -42,6 +44,7 @@ uint8_t *pool_base(const struct Pool *pool);
 /* The bytes that are mapped, a good deal more than the cap. */
 size_t pool_size(const struct Pool *pool);
 int pool_fd(const struct Pool *pool);
+bool pool_is_named(const struct Pool *pool);
 size_t pool_cap(const struct Pool *pool);
 /* Bytes in blocks, bytes that the system has given, and the most that were ever in blocks. */
 size_t pool_used(const struct Pool *pool);

@@ -2,11 +2,8 @@
  * and the table of all that a process can reach. */
 #include "pool.h"
 
-#include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "segment.h"
@@ -126,9 +123,10 @@ pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     Py_ssize_t cap;
     PyObject *limits = NULL;
-    static char *names[] = {"", "limits", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|O!:Pool", names, &cap, &PyTuple_Type,
-                                     &limits))
+    int named = 0;
+    static char *names[] = {"", "limits", "named", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|O!p:Pool", names, &cap, &PyTuple_Type,
+                                     &limits, &named))
         return NULL;
     if (cap < 0) {
         PyErr_Format(PyExc_ValueError, "a pool has 0 bytes or more, not %zd", cap);
@@ -137,7 +135,7 @@ pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->pool = pool_create((size_t)cap);
+    self->pool = pool_create((size_t)cap, named);
     if (self->pool == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);
         Py_DECREF(self);
@@ -240,16 +238,31 @@ pool_get_nonce(PoolObject *self, void *closure)
     return PyBytes_FromStringAndSize((char *)pool_base(self->pool), NONCE_SIZE);
 }
 
+static PyObject *
+pool_unlink_method(PoolObject *self, PyObject *unused)
+{
+    pool_unlink(self->pool);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+pool_get_named(PoolObject *self, void *closure)
+{
+    return PyBool_FromLong(pool_is_named(self->pool));
+}
+
 static PyMethodDef pool_methods[] = {
     {"empty", (PyCFunction)pool_empty, METH_O, NULL},
     {"locate", (PyCFunction)pool_locate, METH_VARARGS, NULL},
     {"trim", (PyCFunction)pool_trim_method, METH_NOARGS, NULL},
     {"close", (PyCFunction)pool_close_method, METH_NOARGS, NULL},
+    {"unlink", (PyCFunction)pool_unlink_method, METH_NOARGS, NULL},
     {NULL},
 };
 
 static PyGetSetDef pool_attributes[] = {
     {"fd", (getter)pool_get_fd, NULL, NULL, NULL},
+    {"named", (getter)pool_get_named, NULL, NULL, NULL},
     {"nonce", (getter)pool_get_nonce, NULL, NULL, NULL},
     {"address", (getter)pool_get_address, NULL, NULL, NULL},
     {"size", (getter)pool_get, NULL, NULL, pool_size},
@@ -292,34 +305,15 @@ map_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PeerMapObject *self = (PeerMapObject *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", pid, fd);
-    int opened = open(path, O_RDWR | O_CLOEXEC);
-    struct stat info;
-    if (opened < 0 || fstat(opened, &info) < 0)
-        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
-    else if (S_ISREG(info.st_mode) && info.st_size >= SEGMENT_HEADER) {
-        void *base = mmap(NULL, (size_t)info.st_size, PROT_READ | PROT_WRITE,
-                          MAP_SHARED | MAP_NORESERVE, opened, 0);
-        if (base == MAP_FAILED)
-            PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
-        else {
-            self->base = base;
-            self->size = (size_t)info.st_size;
-            /* Its owner's dump has it. */
-            madvise(base, self->size, MADV_DONTDUMP);
-        }
-    }
-    if (opened >= 0)
-        close(opened);
-    if (!PyErr_Occurred() &&
-        (self->base == NULL || nonce_size != NONCE_SIZE || memcmp(self->base, nonce, NONCE_SIZE)))
-        PyErr_Format(PyExc_OSError, "%s is not the pool that was announced: its process is on "
-                     "another node, or in another container", path);
-    if (PyErr_Occurred()) {
+    int opened;
+    self->base = segment_map(pid, fd, nonce, nonce_size, "pool", &opened, &self->size);
+    if (self->base == NULL) {
         Py_DECREF(self);
         return NULL;
     }
+    close(opened);
+    /* Its owner's dump has it. */
+    madvise(self->base, self->size, MADV_DONTDUMP);
     return (PyObject *)self;
 }
 

@@ -12,6 +12,7 @@
 #include "native.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -113,6 +114,16 @@ static const kernel (*const kernels[])[4] = {
 #endif
 };
 
+#if defined(__x86_64__)
+/* Not all compilers let __builtin_cpu_supports say it. */
+static bool
+has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 int
 disco_level_count(void)
 {
@@ -121,7 +132,7 @@ disco_level_count(void)
     if (count == 0) {
         count = 1;
 #if defined(__x86_64__)
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+        if (__builtin_cpu_supports("avx2") && has_f16c()) {
             count = 2;
             if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))

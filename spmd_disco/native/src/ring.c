@@ -7,7 +7,6 @@
  * the tails only when the ring seems to be full. */
 #include "ring.h"
 
-#include <sched.h>
 #include <string.h>
 
 #define RECORD_ALIGNMENT 16
@@ -152,17 +151,15 @@ ring_pass(Ring *ring)
         node_ring_bell(ring->node, 0);
 }
 
+static bool
+has_record(const void *what)
+{
+    const Ring *ring = what;
+    return atomic_load_explicit(&ring->header->head, memory_order_acquire) != ring->tail;
+}
+
 bool
 ring_spin(const Ring *ring, int64_t ns)
 {
-    int64_t end = node_now() + ns;
-    do {
-        for (int poll = 0; poll < POLLS_PER_YIELD; poll++) {
-            if (atomic_load_explicit(&ring->header->head, memory_order_acquire) != ring->tail)
-                return true;
-            relax();
-        }
-        sched_yield();
-    } while (node_now() < end);
-    return false;
+    return node_poll(has_record, ring, ns);
 }

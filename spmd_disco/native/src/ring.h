@@ -62,6 +62,7 @@ typedef struct {
     uint64_t published;
     SideBlock side[SIDE_BLOCKS];
     uint64_t side_used;
+    bool named_blocks; /* as the segment of the node has a name */
     /* On a worker. */
     uint64_t tail;
     uint64_t next;                    /* the tail after what was looked at */

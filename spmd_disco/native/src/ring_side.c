@@ -64,6 +64,9 @@ free_side_blocks(Ring *ring)
             continue;
         ring->side_used -= block->used;
         block->used = 0;
+        /* Whoever will read it again has it mapped now. */
+        if (block->segment->named)
+            shared_unlink(block->segment->base);
         if (i >= SIDE_KEPT)
             Py_CLEAR(block->segment);
     }
@@ -128,7 +131,9 @@ push_aside(Ring *ring, uint64_t number, const struct iovec *parts, int count, ui
                 room *= 2;
         Py_CLEAR(block->segment);
         block->segment = (SegmentObject *)PyObject_CallMethod((PyObject *)Segment_Type, "create",
-                                                              "n", (Py_ssize_t)room);
+                                                              "nni", (Py_ssize_t)room,
+                                                              (Py_ssize_t)room,
+                                                              (int)ring->named_blocks);
         if (block->segment == NULL)
             return -1;
     }

@@ -14,6 +14,7 @@ ring_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_INCREF(node);
     self->node = node;
     ring_open(&self->ring, &((NodeObject *)node)->node);
+    self->ring.named_blocks = ((SegmentObject *)((NodeObject *)node)->segment)->named;
     return (PyObject *)self;
 }
 

@@ -1,17 +1,10 @@
-/* Memory that processes of one node share: a memfd, which its peers open through /proc/PID/fd.
- *
- * It has no name, so nothing is left of it when its last process ends, however that ends, and no
- * limit of /dev/shm. A nonce in its first bytes, read through the mapping, proves to a peer that
- * it runs on the same node and has the right memory: process ids alone prove neither. */
+/* Memory that processes of one node share; shared.c says how they find it. */
 #include "native.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/random.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "segment.h"
@@ -20,6 +13,8 @@ static void
 segment_dealloc(SegmentObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
+    if (self->named && self->base != NULL)
+        shared_unlink(self->base);
     if (self->base != NULL)
         munmap(self->base, self->size);
     if (self->fd >= 0)
@@ -36,6 +31,7 @@ new_segment(PyTypeObject *type)
         self->base = NULL;
         self->size = 0;
         self->fd = -1;
+        self->named = false;
     }
     return self;
 }
@@ -44,7 +40,8 @@ static PyObject *
 segment_create(PyTypeObject *type, PyObject *args)
 {
     Py_ssize_t size, reserved = -1;
-    if (!PyArg_ParseTuple(args, "n|n:create", &size, &reserved))
+    int named = 0;
+    if (!PyArg_ParseTuple(args, "n|np:create", &size, &reserved, &named))
         return NULL;
     if (reserved < 0)
         reserved = size;
@@ -56,9 +53,11 @@ segment_create(PyTypeObject *type, PyObject *args)
     SegmentObject *self = new_segment(type);
     if (self == NULL)
         return NULL;
-    self->fd = memfd_create("spmd_disco", MFD_CLOEXEC);
+    uint8_t nonce[NONCE_SIZE];
+    self->named = named;
+    self->fd = shared_make((size_t)size, nonce, &self->named);
     /* Reserving makes a lack of memory an error here, instead of a SIGBUS at first touch. */
-    int error = self->fd < 0 || ftruncate(self->fd, size) < 0 ? errno : 0;
+    int error = self->fd < 0 ? errno : 0;
     if (!error && reserved > 0)
         error = posix_fallocate(self->fd, 0, reserved);
     if (!error) {
@@ -70,10 +69,9 @@ segment_create(PyTypeObject *type, PyObject *args)
             self->size = size;
         }
     }
-    uint8_t nonce[NONCE_SIZE];
-    if (!error && getrandom(nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce)
-        error = errno;
     if (error) {
+        if (self->fd >= 0)
+            shared_unlink(nonce);
         Py_DECREF(self);
         errno = error;
         if (error == ENOMEM || error == ENOSPC) {
@@ -87,6 +85,39 @@ segment_create(PyTypeObject *type, PyObject *args)
     return (PyObject *)self;
 }
 
+uint8_t *
+segment_map(long pid, int fd, const char *nonce, Py_ssize_t nonce_size, const char *what,
+            int *opened, size_t *size)
+{
+    *size = 0;
+    errno = ESTALE;
+    *opened = nonce_size == NONCE_SIZE
+                  ? shared_find((pid_t)pid, fd, (const uint8_t *)nonce, size) : -1;
+    void *base = MAP_FAILED;
+    if (*opened >= 0) {
+        errno = ESTALE;
+        if (*size >= SEGMENT_HEADER)
+            base = mmap(NULL, *size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, *opened,
+                        0);
+    }
+    if (base != MAP_FAILED)
+        return base;
+    int error = errno;
+    PyObject *path = PyUnicode_FromFormat("/proc/%ld/fd/%d", pid, fd);
+    if (path != NULL && error == ESTALE)
+        PyErr_Format(PyExc_OSError, "%U is not the %s that was announced: its process is on "
+                     "another node, or in another container", path, what);
+    else if (path != NULL) {
+        errno = error;
+        PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    }
+    Py_XDECREF(path);
+    if (*opened >= 0)
+        close(*opened);
+    *opened = -1;
+    return NULL;
+}
+
 static PyObject *
 segment_attach(PyTypeObject *type, PyObject *args)
 {
@@ -96,33 +127,16 @@ segment_attach(PyTypeObject *type, PyObject *args)
     Py_ssize_t nonce_size;
     if (!PyArg_ParseTuple(args, "liy#:attach", &pid, &fd, &nonce, &nonce_size))
         return NULL;
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%ld/fd/%d", pid, fd);
     SegmentObject *self = new_segment(type);
     if (self == NULL)
         return NULL;
-    struct stat info;
-    self->fd = open(path, O_RDWR | O_CLOEXEC);
-    if (self->fd < 0 || fstat(self->fd, &info) < 0) {
+    size_t size;
+    self->base = segment_map(pid, fd, nonce, nonce_size, "segment", &self->fd, &size);
+    if (self->base == NULL) {
         Py_DECREF(self);
-        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
-    }
-    if (S_ISREG(info.st_mode) && info.st_size >= SEGMENT_HEADER) {
-        void *base = mmap(NULL, info.st_size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                          self->fd, 0);
-        if (base == MAP_FAILED) {
-            Py_DECREF(self);
-            return PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
-        }
-        self->base = base;
-        self->size = info.st_size;
-    }
-    if (self->base == NULL || nonce_size != NONCE_SIZE || memcmp(self->base, nonce, NONCE_SIZE)) {
-        Py_DECREF(self);
-        PyErr_Format(PyExc_OSError, "%s is not the segment that was announced: its process is on "
-                     "another node, or in another container", path);
         return NULL;
     }
+    self->size = (Py_ssize_t)size;
     return (PyObject *)self;
 }
 
@@ -156,15 +170,31 @@ segment_buffer(SegmentObject *self, Py_buffer *view, int flags)
     return PyBuffer_FillInfo(view, (PyObject *)self, self->base, self->size, 0, flags);
 }
 
+static PyObject *
+segment_unlink(SegmentObject *self, PyObject *unused)
+{
+    if (self->named)
+        shared_unlink(self->base);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+segment_get_named(SegmentObject *self, void *closure)
+{
+    return PyBool_FromLong(self->named);
+}
+
 static PyMethodDef segment_methods[] = {
     {"create", (PyCFunction)segment_create, METH_VARARGS | METH_CLASS, NULL},
     {"attach", (PyCFunction)segment_attach, METH_VARARGS | METH_CLASS, NULL},
+    {"unlink", (PyCFunction)segment_unlink, METH_NOARGS, NULL},
     {NULL},
 };
 
 static PyGetSetDef segment_attributes[] = {
     {"nonce", (getter)segment_get_nonce, NULL, NULL, NULL},
     {"fd", (getter)segment_get_fd, NULL, NULL, NULL},
+    {"named", (getter)segment_get_named, NULL, NULL, NULL},
     {"address", (getter)segment_get_address, NULL, NULL, NULL},
     {NULL},
 };

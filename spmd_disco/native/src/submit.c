@@ -18,6 +18,35 @@ call_method(PyObject *object, PyObject *name)
     return result == NULL ? -1 : 0;
 }
 
+/* Calls a method when something is over, with or without an exception. That one stays set, unless the
+ * method raises another. */
+static int
+end_by(PyObject *object, PyObject *name)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    if (call_method(object, name) < 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        return -1;
+    }
+    PyErr_Restore(type, error, traceback);
+    return 0;
+}
+
+int
+acquire_lock(ControllerState *self)
+{
+    return call_method(self->lock, str_acquire);
+}
+
+int
+release_lock(ControllerState *self)
+{
+    return end_by(self->lock, str_release);
+}
+
 /* Hands a message to the channel, when that has room. Returns -1 if it could not, or if an interrupt
  * came in between; `recover` then says how far things are. */
 static int
@@ -84,16 +113,8 @@ run_own_half(ControllerState *self, const Call *call, PyObject *digest)
     if (call_method(self->output, str_enter) < 0)
         return NULL;
     PyObject *error = worker_run(self->worker, call);
-    PyObject *type, *raised, *traceback;
-    PyErr_Fetch(&type, &raised, &traceback);
-    if (call_method(self->output, str_leave) < 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(raised);
-        Py_XDECREF(traceback);
+    if (end_by(self->output, str_leave) < 0)
         Py_CLEAR(error);
-    }
-    else
-        PyErr_Restore(type, raised, traceback);
     return error;
 }
 
@@ -166,19 +187,10 @@ tell_locked(ControllerState *self, int action, uint64_t id, long target)
 long long
 tell(ControllerState *self, int action, uint64_t id, long target)
 {
-    if (call_method(self->lock, str_acquire) < 0)
+    if (acquire_lock(self) < 0)
         return -1;
     long long number = tell_locked(self, action, id, target);
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    if (call_method(self->lock, str_release) < 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(error);
-        Py_XDECREF(traceback);
-        return -1;
-    }
-    PyErr_Restore(type, error, traceback);
-    return number;
+    return release_lock(self) < 0 ? -1 : number;
 }
 
 int

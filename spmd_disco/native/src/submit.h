@@ -8,6 +8,11 @@
 /* Calls a method without arguments, for its effect. */
 int call_method(PyObject *object, PyObject *name);
 
+/* Take the session's lock, and let go of it: what is to be raised stays set, unless the latter
+ * raises itself. Both return 0 or -1. */
+int acquire_lock(ControllerState *self);
+int release_lock(ControllerState *self);
+
 /* The number of the next command, or -1. */
 long long next_number(ControllerState *self);
 
