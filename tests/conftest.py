@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: Set by Open MPI's launcher and by Hydra, and by `test_process_suite.py` where there is no MPI.
+#: Set by Open MPI's launcher and by Hydra, and by `test_local_suite.py` where there is no MPI.
 UNDER_MPIEXEC = any(
     name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TEST_WORKERS")
 )

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ __all__ = ["npy_sources", "npz_sources"]
 
 #: Deflate makes no more than so many bytes out of one.
 INFLATION = 1032
+#: What NumPy raises where a header, which is an expression of Python, is damaged.
+BAD_HEADER = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    tokenize.TokenError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+)
 #: The end of a header that NumPy itself would read, and more than it ever writes.
 MAX_HEADER = 1 << 16
 
@@ -115,7 +126,7 @@ def _header(stream: BinaryIO, where: str) -> tuple[tuple[int, ...], bool, np.dty
             return lib.read_array_header_1_0(stream, MAX_HEADER)
         if version == (2, 0):
             return lib.read_array_header_2_0(stream, MAX_HEADER)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as e:
+    except BAD_HEADER as e:
         raise ValueError(f"{where} is no .npy file, or its header is damaged: {e}") from None
     raise ValueError(f"{where} is of version {version} of .npy files: allowed are 1.0 and 2.0")
 

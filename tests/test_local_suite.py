@@ -1,4 +1,4 @@
-"""Those tests of `tests/mpi` that ask for a session, over processes without MPI."""
+"""Those tests of `tests/mpi` that ask for a session, over processes and threads without MPI."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ LIMIT = 900
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_process_suite(workers: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("ProcessSession", 1), ("ProcessSession", 3), ("ThreadedSession", 1), ("ThreadedSession", 4)],
+)
+def test_local_suite(kind: str, workers: int, request: pytest.FixtureRequest) -> None:
     command = [
         *(sys.executable, "-m", "pytest", "tests/mpi", "-p", "no:pytest_mpi", "--color=no"),
         *("-p", "no:cacheprovider", "-m", request.config.option.markexpr),
@@ -26,7 +29,7 @@ def test_process_suite(workers: int, request: pytest.FixtureRequest) -> None:
     ended = subprocess.run(
         command,
         cwd=REPO,
-        env={**os.environ, "TEST_WORKERS": str(workers)},
+        env={**os.environ, "TEST_SESSION": kind, "TEST_WORKERS": str(workers)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,5 +38,5 @@ def test_process_suite(workers: int, request: pytest.FixtureRequest) -> None:
         timeout=LIMIT,
     )
     if ended.returncode != 0:
-        pytest.fail(f"tests/mpi over {workers} processes:\n{ended.stdout}", pytrace=False)
+        pytest.fail(f"tests/mpi over a {kind} of {workers}:\n{ended.stdout}", pytrace=False)
     print(ended.stdout)
