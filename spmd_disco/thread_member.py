@@ -19,8 +19,9 @@ from .output import ThreadOutput, WorkerOutput
 from .protocol import DiscoAction, decode_command
 from .transport.doorbell import Doorbell
 from .transport.peer_memory import PeerMemory
-from .transport.thread_ccl import ThreadCCL, Threads
+from .transport.thread_ccl import ThreadCCL
 from .transport.thread_channel import ThreadControllerChannel, ThreadWorkerChannel
+from .transport.thread_meeting import Threads
 from .transport.wait import Waiter
 
 __all__ = ["ThreadMember"]
@@ -111,16 +112,12 @@ class _Thread(_Part):
         """Cancel commands up to number `through`; in the controller's thread."""
         worker = self.worker
         worker.interrupted_through = max(worker.interrupted_through, through)
-        self._waiter_bell.ring()
+        self._channel.bell.ring()
         if worker.running and not self._ccl.inside:
             # As a signal's handler would, it strikes between two steps of Python code.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(worker.thread), ctypes.py_object(KeyboardInterrupt)
             )
-
-    @property
-    def _waiter_bell(self) -> Doorbell:
-        return self._channel.bell
 
     # The thread -----------------------------------------------------------------------------------
 

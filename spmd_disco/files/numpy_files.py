@@ -81,6 +81,8 @@ def _member(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, stream: BinaryIO, path: str, size: int
 ) -> Source:
     where = f"{path}: {shown(info.filename)}"
+    if not 0 <= info.header_offset < size:
+        raise ValueError(f"{where} is to be at byte {info.header_offset}, and the file has {size}")
     if info.flag_bits & 1:
         raise ValueError(f"{where} is encrypted: it cannot be read")
     if not info.filename.endswith(".npy"):

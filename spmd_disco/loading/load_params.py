@@ -124,31 +124,49 @@ class ParamMethods:
         if memory is not None:
             with controller.lock:
                 memory.take_back([controller.worker.finished, *controller.channel.executed()])
-        opened = self._call(PREFIX + "open", (path, expected), {})
-        self.sync()
-        total = sum(item.nbytes for item in plan)
         loaded: dict[str, DRef] = {}
-        waiting, last = 0, time.monotonic()
+        opened = [self._call(PREFIX + "open", (path, expected), {})]
+        try:
+            self.sync()
+            with Progress("loading", sum(item.nbytes for item in plan), progress) as bar:
+                self._load_all(opened, plan, functions, in_group, loaded, bar)
+        except BaseException:
+            # They hold much memory, and the error's traceback holds whatever is still here.
+            loaded.clear()
+            opened.clear()
+            raise
+        return loaded
+
+    def _load_all(
+        self,
+        opened: Sequence[DRef],
+        plan: Sequence[_Item],
+        functions: Mapping[str, DRef],
+        in_group: bool,
+        loaded: dict[str, DRef],
+        bar: Progress,
+    ) -> None:
+        """Load what the plan says into `loaded`, and wait for it."""
+        registers = self._controller.worker.registers
         # What is read ahead is what is read next: no worker reads two things at a time.
         following = {
             item.name: later.name
             for item, later in itertools.pairwise(plan)
             if isinstance(later.placement, tuple)
         }
-        with Progress("loading", total, progress) as bar:
-            for item in plan:
-                dref = self._load(opened, item, functions, following.get(item.name), in_group)
-                loaded[item.name] = dref
-                waiting += item.nbytes
-                # What has failed need not be gone on with.
-                failed = type(controller.worker.registers.get(dref.reg_id)) is Failed
-                if failed or time.monotonic() - last >= BETWEEN_SYNCS:
-                    self.sync()
-                    bar.advance(waiting)
-                    waiting, last = 0, time.monotonic()
-            self.sync()
-            bar.advance(waiting)
-        return loaded
+        waiting, last = 0, time.monotonic()
+        for item in plan:
+            name = item.name
+            loaded[name] = self._load(opened[0], item, functions, following.get(name), in_group)
+            waiting += item.nbytes
+            # What has failed need not be gone on with.
+            failed = type(registers.get(loaded[name].reg_id)) is Failed
+            if failed or time.monotonic() - last >= BETWEEN_SYNCS:
+                self.sync()
+                bar.advance(waiting)
+                waiting, last = 0, time.monotonic()
+        self.sync()
+        bar.advance(waiting)
 
     def save_params(
         self,

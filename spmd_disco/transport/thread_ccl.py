@@ -8,150 +8,31 @@ when all have what they need. There is no native code in it; it runs wherever Py
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..errors import PeerError
 from .arrival import (
     Operation,
-    State,
-    Told,
     gone_text,
     letter_text,
-    make_record,
-    mismatch_text,
     same_dtype_and_count,
     signature,
 )
 from .ccl import ReduceKind
-from .doorbell import Doorbell
 from .host_ccl import HostCCL
 from .layout import Array, copy_into, packed
 from .reduce import Reduction, divide_steps
+from .thread_meeting import Arrival, Letter, Meeting, Threads
 from .wait import Waiter
 
-__all__ = ["ThreadCCL", "Threads"]
+__all__ = ["ThreadCCL"]
 
 #: Commands that failed here, remembered for messages of theirs that are taken late.
 MOST_FAILED = 65536
-
-
-class _Meeting:
-    """An operation that all members have come to."""
-
-    def __init__(self, ids: Sequence[int], sources: Sequence[Array | None]) -> None:
-        self.ids = ids
-        #: What each member has laid out, in their order.
-        self.sources = sources
-        #: Those that need nothing of it any more.
-        self.done: set[int] = set()
-
-
-class _Arrival:
-    """A worker that has come to an operation."""
-
-    __slots__ = ("command", "error", "index", "meeting", "sign", "source")
-
-    def __init__(self, command: int, index: int, sign: bytes, source: Array | None) -> None:
-        self.command = command
-        self.index = index
-        self.sign = sign
-        self.source = source
-        #: What has become of it: one of these.
-        self.meeting: _Meeting | None = None
-        self.error: Callable[[], Exception] | None = None
-
-    @property
-    def decided(self) -> bool:
-        return self.meeting is not None or self.error is not None
-
-
-class _Letter(NamedTuple):
-    command: int
-    sign: bytes
-    data: Array
-
-
-class Threads:
-    """What the workers of one session share.
-
-    Parameters
-    ----------
-    num_workers, num_groups : int
-    bells : sequence of Doorbell
-        By worker.
-    """
-
-    def __init__(self, num_workers: int, num_groups: int, bells: Sequence[Doorbell]) -> None:
-        self.bells = bells
-        self.lock = threading.RLock()
-        self.told = [Told()] * num_workers
-        #: The newest command that each has begun.
-        self.begun = [0] * num_workers
-        #: How many workers wait for others.
-        self.waiting = 0
-        size = num_workers // num_groups
-        self.world = range(num_workers)
-        self.groups = [range(at, at + size) for at in range(0, num_workers, size)]
-        #: Who has come where: to the world's operation, and to the group's.
-        self.arrived: dict[range, dict[int, _Arrival]] = {
-            ids: {} for ids in (self.world, *self.groups)
-        }
-        #: See `PeerMemory.handed`.
-        self.handed: dict[int, Array] = {}
-        self.letters: dict[tuple[int, int], deque[_Letter]] = {}
-
-    def has_gone(self, worker: int, command: int) -> bool:
-        """Whether a worker takes no part any more in `command`."""
-        told = self.told[worker]
-        return max(told.left, told.failed, self.begun[worker] - 1) >= command or told.closed != 0
-
-    def ring(self, ids: Iterable[int]) -> None:
-        """Have these workers look up."""
-        for worker in ids:
-            self.bells[worker].ring()
-
-    def decide(self, ids: range) -> None:
-        """See what becomes of those who have come to an operation of `ids`. With the lock."""
-        arrived = self.arrived[ids]
-        for mine in list(arrived.values()):
-            gone = [
-                worker
-                for worker in ids
-                if (worker not in arrived or arrived[worker].command != mine.command)
-                and self.has_gone(worker, mine.command)
-            ]
-            if gone and not mine.decided:
-                mine.error = PeerError
-        for worker in [worker for worker, mine in arrived.items() if mine.decided]:
-            del arrived[worker]
-            self.bells[worker].ring()
-        if len(arrived) < len(ids) or len({mine.command for mine in arrived.values()}) > 1:
-            return
-        members = [arrived[worker] for worker in ids]
-        if len({(mine.index, mine.sign) for mine in members}) == 1:
-            meeting = _Meeting(ids, [mine.source for mine in members])
-            for mine in members:
-                mine.meeting = meeting
-        else:
-            block = b"".join(
-                make_record(State.ARRIVED, mine.index, mine.command, mine.sign) for mine in members
-            )
-            where = self.where(ids)
-            for mine in members:
-                mine.error = lambda: ValueError(mismatch_text(block, ids, where))
-        arrived.clear()
-        self.ring(ids)
-
-    def where(self, ids: range) -> str:
-        """Say which workers these are."""
-        if len(ids) == len(self.world):
-            return "in the world"
-        return f"in group {self.groups.index(ids)}"
 
 
 class ThreadCCL(HostCCL):
@@ -301,14 +182,14 @@ class ThreadCCL(HostCCL):
         self._indices[ids] = command, index + 1
         what = f"{operation.name.lower()} {shared.where(ids)} (operation {index})"
         sign = signature(operation, kind, like.dtype, like.shape)
-        mine = _Arrival(command, index, sign, source)
+        mine = Arrival(command, index, sign, source)
         with self._uninterrupted():
             self._take_part(ids, mine, target, move, what)
 
     def _take_part(
         self,
         ids: range,
-        mine: _Arrival,
+        mine: Arrival,
         target: Array | None,
         move: Callable[[Sequence[Array]], Array],
         what: str,
@@ -330,14 +211,13 @@ class ThreadCCL(HostCCL):
         if mine.meeting is not None:
             self._move(mine.meeting, target, move, what)
             return
-        assert mine.error is not None
-        if mine.error is PeerError:
-            self._forsaken = mine.command
-            others = [worker for worker in ids if worker != self.worker_id]
-            raise PeerError(self._gone_text(others, mine.command, what))
-        raise mine.error()
+        if mine.mismatch:
+            raise ValueError(mine.mismatch)
+        self._forsaken = mine.command
+        others = [worker for worker in ids if worker != self.worker_id]
+        raise PeerError(self._gone_text(others, mine.command, what))
 
-    def _decide(self, ids: range, mine: _Arrival) -> bool:
+    def _decide(self, ids: range, mine: Arrival) -> bool:
         if not mine.decided:
             with self._shared.lock:
                 self._shared.decide(ids)
@@ -353,7 +233,7 @@ class ThreadCCL(HostCCL):
 
     def _move(
         self,
-        meeting: _Meeting,
+        meeting: Meeting,
         target: Array | None,
         move: Callable[[Sequence[Array]], Array],
         what: str,
@@ -427,7 +307,7 @@ class ThreadCCL(HostCCL):
         shared = self._shared
         sign = signature(Operation.SEND, None, buffer.dtype, buffer.shape)
         data = packed(buffer)
-        letter = _Letter(self._command, sign, data.copy() if data is buffer else data)
+        letter = Letter(self._command, sign, data.copy() if data is buffer else data)
         with shared.lock:
             shared.letters.setdefault((self.worker_id, worker), deque()).append(letter)
         shared.bells[worker].ring()

@@ -5,6 +5,7 @@ And never more is allocated than the file has, but for what it takes to say so.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -182,7 +183,7 @@ def test_indexes(changes: list[tuple[tuple[Any, ...], Any]], tmp_path: pathlib.P
         try:
             for step in path[:-1]:
                 where = where[step]
-            where[path[-1]] = value
+            where[path[-1]] = copy.deepcopy(value)
         except (LookupError, TypeError):
             pass  # an earlier change has replaced what was there
     text = json.dumps(index)
