@@ -183,6 +183,20 @@ def _module_get_function(module: Any, name: str) -> Any:
     return getattr(module, name)
 
 
+@register_func(PREFIX + "_get_item")
+def _get_item(value: Any, index: Any) -> Any:
+    """Return what a sequence, a mapping or an array has at an index, see `DRef.__getitem__`."""
+    return value[index]
+
+
+@register_func(PREFIX + "_enable_tvm")
+def _enable_tvm() -> None:
+    """Serve TVM's functions in this process, see `spmd_disco.interop.tvm`."""
+    from .interop import tvm
+
+    tvm.enable()
+
+
 @register_func(PREFIX + "_configure")
 def _configure(path: Sequence[str], level: int, structlog_part: bytes | None) -> None:
     """Give a worker the controller's import path and logging."""

@@ -62,10 +62,14 @@ class CallEncoder:
                 registry.resolve(func)
                 return self._import(func, func), None
             name = encode_function(FunctionKind.GLOBAL, func)
+            if registry.is_foreign(func):
+                return name + encode_function(FunctionKind.NONE, None), None
             if (getattr(function, "__module__", None) or "").startswith("spmd_disco."):
                 reference = name + encode_function(FunctionKind.NONE, None)
                 registry.keep_reference(func, reference)
                 return reference, None
+            if registry.is_published(func):
+                function = registry.Published(function)
             definition, code = self.reference(function)
             return name + definition, code
         if not callable(func):

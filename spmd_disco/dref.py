@@ -114,6 +114,20 @@ class DRef(_Handle):
         """
         self.session._set(self, worker_id, value, copy_into=True)
 
+    def __getitem__(self, index: Any) -> DRef:
+        """Return a new register with what this one's values have at `index`.
+
+        They are tuples, lists, dicts or arrays, such as the results of compiled functions. An array
+        at a slice or an integer is a view of the same memory, as in NumPy.
+
+        Parameters
+        ----------
+        index : object
+            The same on all workers.
+        """
+        item: DRef = self.session._cached_func("runtime.disco._get_item")(self, index)
+        return item
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: register {self.reg_id} of {self.session!r}>"
 

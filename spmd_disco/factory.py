@@ -20,6 +20,7 @@ def session(
     num_groups: int | None = None,
     *,
     timeout: float | None = None,
+    tvm: bool | None = None,
 ) -> Session:
     """Open the session kind that fits where the program runs.
 
@@ -34,18 +35,20 @@ def session(
         Into how many groups the workers are split; default 1.
     timeout : float, optional
         The limit of a single wait, in seconds; default none.
+    tvm : bool, optional
+        Whether the workers serve TVM's functions from the start; default no.
 
     Raises
     ------
     ValueError
         The MPI job has another number of ranks than `num_workers`; or see the session kinds.
-    DiscoError, OSError
+    DiscoError, OSError, ImportError
         See the session kinds.
     """
     if not _in_mpi_job():
         from .process_session import ProcessSession
 
-        return ProcessSession(num_workers, num_groups, timeout=timeout)
+        return ProcessSession(num_workers, num_groups, timeout=timeout, tvm=tvm)
     from mpi4py import MPI
 
     from .mpi_session import MPISession
@@ -56,7 +59,7 @@ def session(
             f"num_workers={num_workers}, but this MPI job has {ranks} ranks, and each is a worker: "
             "start as many, or leave num_workers out"
         )
-    return MPISession(num_groups=num_groups, timeout=timeout)
+    return MPISession(num_groups=num_groups, timeout=timeout, tvm=tvm)
 
 
 def _in_mpi_job() -> bool:

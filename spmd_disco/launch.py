@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["SPMD_DISCO_NUM_GROUPS"] = str(options.num_groups)
     if options.no_prefix:
         os.environ["SPMD_DISCO_PREFIX"] = "0"
+    if options.tvm:
+        os.environ["SPMD_DISCO_TVM"] = "1"
     if options.num_workers is not None and options.action == "run":
         if rank is not None:
             return _refuse(
@@ -128,6 +130,7 @@ def _check_settings() -> None:
     """Raise ValueError for a setting that could only fail later, on some ranks in mid-program."""
     flag("PREFIX", True)
     flag("ALLOW_SINGLETON", False)
+    flag("TVM", False)
     setting("GRACE", 5.0, seconds)
     setting("TIMEOUT", None, seconds)
     setting("PEER_POOL", None, byte_count)

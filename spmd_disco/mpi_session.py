@@ -15,6 +15,7 @@ from .open_session import (
     close_finally,
     end_with_failure,
     started_locally,
+    wants_tvm,
 )
 from .rank import Rank
 from .sessions import Session
@@ -47,6 +48,9 @@ class MPISession(OpenSession):
         ``SPMD_DISCO_NUM_GROUPS``, else 1.
     timeout : float, optional
         The limit of a single wait, in seconds. Default: ``SPMD_DISCO_TIMEOUT``, else none.
+    tvm : bool, optional
+        Whether all workers serve TVM's functions from the start, see `Session.load_vm_module`; what
+        the controller says counts. Default: the setting ``SPMD_DISCO_TVM``, else no.
 
     Raises
     ------
@@ -54,6 +58,8 @@ class MPISession(OpenSession):
         The number of workers is not divisible by `num_groups`, or the ranks disagree; on all ranks.
     DiscoError
         A session is open on this rank, or MPI has been finalized.
+    ImportError
+        `tvm` is True, and TVM is not installed.
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class MPISession(OpenSession):
         *,
         num_groups: int | None = None,
         timeout: float | None = None,
+        tvm: bool | None = None,
     ) -> None:
+        tvm = wants_tvm(tvm)
         num_groups = setting("NUM_GROUPS", 1, int) if num_groups is None else num_groups
         timeout = setting("TIMEOUT", None, seconds) if timeout is None else timeout
         if started_locally():
@@ -80,6 +88,8 @@ class MPISession(OpenSession):
             check_groups(comm.size, num_groups, timeout)
             hook_finalize()
             self._adopt(Rank.open(comm, num_groups, timeout, lobby.current()))
+        if tvm and self._member.controller is not None:
+            self._open_tvm()
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is not there, such as the controller on the other ranks.

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from . import lobby
-from .config import seconds, setting
+from .config import flag, seconds, setting
 from .errors import DiscoError, DiscoTimeout, WorkerDied, WorkerError
 from .interrupt import INTERRUPTED, PATIENCE_AFTER_INTERRUPT, uninterrupted
 from .member import Member
@@ -33,6 +33,7 @@ __all__ = [
     "close_open_session",
     "end_with_failure",
     "started_locally",
+    "wants_tvm",
 ]
 
 #: The program's handle to the session that was opened last; the program may drop it.
@@ -79,6 +80,14 @@ class OpenSession(Session):
         if member.controller is not None:
             self._drive(member.controller)
         _handle = weakref.ref(self)
+
+    def _open_tvm(self) -> None:
+        """Have TVM's functions served before anything else; without that, there is no session."""
+        try:
+            self._enable_tvm()
+        except BaseException:
+            self._member.shutdown(None)
+            raise
 
     def shutdown(self, timeout: float | None = None) -> None:
         self._member.shutdown(timeout)
@@ -160,6 +169,21 @@ def check_number(
         raise ValueError(f"num_workers={num_workers}: a whole number from 1 is allowed")
     check_groups(num_workers, num_groups, timeout)
     return num_groups, timeout
+
+
+def wants_tvm(tvm: bool | None) -> bool:
+    """Return whether a session is to serve TVM's functions, of which it says `tvm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It, or the setting in the environment, is no bool.
+    """
+    if tvm is None:
+        return flag("TVM", False)
+    if not isinstance(tvm, bool):
+        raise TypeError(f"tvm is a bool or None, not {tvm!r}")
+    return tvm
 
 
 def close_dropped_session() -> None:

@@ -30,6 +30,7 @@ options:
   -n N               start N workers (the program's process is one) instead of using MPI's ranks
   --num-groups N     groups of workers in sessions that do not say otherwise
   --no-prefix        no "[worker 2] " before the lines that worker functions print
+  --tvm              have sessions serve TVM's functions, for modules that TVM has compiled
   -i                 a prompt after the program, or without a program
   --info             what to paste into a bug report: versions, MPI, ranks, cores, GPUs
   --allow-singleton  go on with one rank where the job should have more
@@ -42,6 +43,7 @@ Settings in the environment are named SPMD_DISCO_*; an option or a keyword argum
 #: Options without a value that only set a field.
 _FLAGS = {
     "--no-prefix": "no_prefix",
+    "--tvm": "tvm",
     "-i": "interactive",
     "--allow-singleton": "allow_singleton",
 }
@@ -73,7 +75,7 @@ class Options:
     num_workers : int or None
         For sessions that start their workers.
     num_groups : int or None
-    no_prefix, interactive, allow_singleton : bool
+    no_prefix, tvm, interactive, allow_singleton : bool
     """
 
     action: Literal["run", "help", "version", "info"] = "run"
@@ -83,6 +85,7 @@ class Options:
     num_workers: int | None = None
     num_groups: int | None = None
     no_prefix: bool = False
+    tvm: bool = False
     interactive: bool = False
     allow_singleton: bool = False
 

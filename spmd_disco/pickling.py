@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import cloudpickle
 import numpy as np
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "loads", "reducers"]
 
 #: Classes that were defined in this process and sent by value, and those that were received.
 _originals: weakref.WeakSet[type] = weakref.WeakSet()
@@ -57,9 +57,13 @@ def _make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> An
     return functools.lru_cache(**parameters)(function)
 
 
+#: By type, how values of other libraries are reduced; a bridge that is on fills it.
+reducers: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap(
-        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+        {CodeType: _reduce_code}, reducers, cloudpickle.Pickler.dispatch_table
     )
 
     def reducer_override(self, obj: Any) -> Any:

@@ -7,7 +7,7 @@ import os
 from . import native
 from .config import setting
 from .errors import DiscoError
-from .open_session import OpenSession, check_number, close_at_exit
+from .open_session import OpenSession, check_number, close_at_exit, wants_tvm
 from .sessions import Session
 
 __all__ = ["ProcessSession", "default_num_workers"]
@@ -55,6 +55,9 @@ class ProcessSession(OpenSession):
         has set up what it wants, it calls ``spmd_disco.worker_process.main()``.
     timeout : float, optional
         The limit of a single wait, in seconds. Default: ``SPMD_DISCO_TIMEOUT``, else none.
+    tvm : bool, optional
+        Whether all workers serve TVM's functions from the start, see `Session.load_vm_module`.
+        Default: the setting ``SPMD_DISCO_TVM``, else no.
 
     Raises
     ------
@@ -65,6 +68,8 @@ class ProcessSession(OpenSession):
         before the session was open.
     OSError
         A process, or the memory that all share, cannot be had.
+    ImportError
+        `tvm` is True, and TVM is not installed.
     """
 
     def __init__(
@@ -74,7 +79,9 @@ class ProcessSession(OpenSession):
         entrypoint: str | None = None,
         *,
         timeout: float | None = None,
+        tvm: bool | None = None,
     ) -> None:
+        tvm = wants_tvm(tvm)
         num_workers = default_num_workers() if num_workers is None else num_workers
         num_groups, timeout = check_number(num_workers, num_groups, timeout)
         if entrypoint is not None and not isinstance(entrypoint, str):
@@ -90,6 +97,8 @@ class ProcessSession(OpenSession):
             from .process_member import ProcessMember
 
             self._adopt(ProcessMember.start(num_workers, num_groups, timeout, entrypoint))
+        if tvm:
+            self._open_tvm()
 
     def __enter__(self) -> Session:
         self._controller.check()

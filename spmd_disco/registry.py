@@ -9,10 +9,14 @@ from types import BuiltinFunctionType, ModuleType
 from typing import Any, TypeVar, overload
 
 __all__ = [
+    "Published",
+    "connect",
     "functions",
     "get_global_func",
     "import_path",
     "importable",
+    "is_foreign",
+    "is_published",
     "keep_import",
     "keep_reference",
     "references",
@@ -35,16 +39,59 @@ functions: dict[bytes, Callable[..., Any] | _Import] = {}
 #: The most that either holds.
 MOST_KNOWN = 4096
 
+#: Names that another registry is to have, too, and the way there and back, where one is connected.
+_published: set[str] = set()
+_publish: Callable[[str, Callable[..., Any], bool], None] | None = None
+_find: Callable[[str], Any] | None = None
+
+
+class Published:
+    """Stands for a function on its way to the workers that is to be published there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def connect(
+    find: Callable[[str], Any], publish: Callable[[str, Callable[..., Any], bool], None]
+) -> None:
+    """Connect another registry of functions, TVM's.
+
+    Parameters
+    ----------
+    find : callable
+        Returns its function of a name, or None.
+    publish : callable
+        Takes a name, a function and whether it may replace another one.
+    """
+    global _find, _publish
+    _find, _publish = find, publish
+    for name in _published:
+        publish(name, _functions[name], False)
+
 
 @overload
-def register_func(name_or_func: F, f: None = None, override: bool = False) -> F: ...
-@overload
-def register_func(name_or_func: str, f: F, override: bool = False) -> F: ...
+def register_func(
+    name_or_func: F, f: None = None, override: bool = False, *, publish: bool = False
+) -> F: ...
 @overload
 def register_func(
-    name_or_func: str | None = None, f: None = None, override: bool = False
+    name_or_func: str, f: F, override: bool = False, *, publish: bool = False
+) -> F: ...
+@overload
+def register_func(
+    name_or_func: str | None = None,
+    f: None = None,
+    override: bool = False,
+    *,
+    publish: bool = False,
 ) -> Callable[[F], F]: ...
-def register_func(name_or_func: Any = None, f: Any = None, override: bool = False) -> Any:
+def register_func(
+    name_or_func: Any = None, f: Any = None, override: bool = False, *, publish: bool = False
+) -> Any:
     """Register a global function, as TVM's ``register_global_func`` does.
 
     A function that the controller registers reaches the workers when its name is first used.
@@ -57,6 +104,9 @@ def register_func(name_or_func: Any = None, f: Any = None, override: bool = Fals
         The function; without it, a decorator is returned.
     override : bool
         Whether an earlier registration of the name may be replaced.
+    publish : bool
+        Whether TVM has it, too, among its own global functions: compiled code can call it then, on
+        every worker that has it. It takes and returns NumPy's arrays there, and plain values.
 
     Returns
     -------
@@ -73,14 +123,14 @@ def register_func(name_or_func: Any = None, f: Any = None, override: bool = Fals
     if callable(name_or_func) and not isinstance(name_or_func, str):
         if f is not None:
             raise TypeError(f"the name of a global function is a str, not {name_or_func!r}")
-        return _register(_default_name(name_or_func), name_or_func, override)
+        return _register(_default_name(name_or_func), name_or_func, override, publish)
     if name_or_func is not None and not isinstance(name_or_func, str):
         raise TypeError(f"the name of a global function is a str, not {name_or_func!r}")
     if f is not None:
-        return _register(name_or_func or _default_name(f), f, override)
+        return _register(name_or_func or _default_name(f), f, override, publish)
 
     def decorate(function: F) -> F:
-        return _register(name_or_func or _default_name(function), function, override)
+        return _register(name_or_func or _default_name(function), function, override, publish)
 
     return decorate
 
@@ -92,11 +142,15 @@ def _default_name(function: Callable[..., Any]) -> str:
         raise TypeError(f"{function!r} has no name of its own: give one") from None
 
 
-def _register(name: str, function: F, override: bool) -> F:
+def _register(name: str, function: F, override: bool, publish: bool) -> F:
     if not callable(function):
         raise TypeError(f"the global function {name!r} must be callable, not {function!r}")
     if not override and _functions.get(name, function) is not function:
         raise ValueError(f"the global function {name!r} is registered already; use override=True")
+    if publish or name in _published:
+        if _publish is not None:
+            _publish(name, function, override)
+        _published.add(name)
     _functions[name] = function
     references.clear()
     functions.clear()
@@ -104,7 +158,7 @@ def _register(name: str, function: F, override: bool) -> F:
 
 
 def get_global_func(name: str, allow_missing: bool = False) -> Any:
-    """Return the global function `name` of this process.
+    """Return the global function `name` of this process, where need be of TVM.
 
     Parameters
     ----------
@@ -119,9 +173,21 @@ def get_global_func(name: str, allow_missing: bool = False) -> Any:
         There is none, and `allow_missing` is False.
     """
     function = _functions.get(name)
+    if function is None and _find is not None:
+        function = _find(name)
     if function is None and not allow_missing:
         raise ValueError(f"no global function {name!r} is registered")
     return function
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a global function is not of this registry, but of the one that is connected."""
+    return name not in _functions
+
+
+def is_published(name: str) -> bool:
+    """Whether the global function `name` is to be in the other registry, too."""
+    return name in _published
 
 
 def import_path(path: str) -> Any:
@@ -197,7 +263,7 @@ def resolve(name: str) -> Any:
     TypeError
         What has that name is not callable.
     """
-    function = _functions.get(name)
+    function = get_global_func(name, allow_missing=True)
     if function is None:
         function = import_path(name)
         if not callable(function):

@@ -19,12 +19,13 @@ from .loading.load_params import ParamMethods
 from .pools import MemoryMethods
 from .protocol import DiscoAction
 from .timing import TimingMethods
+from .vm_modules import ModuleMethods
 from .worker import Failed
 
 __all__ = ["Session"]
 
 
-class Session(ArrayMethods, MemoryMethods, TimingMethods, ParamMethods):
+class Session(ArrayMethods, MemoryMethods, TimingMethods, ParamMethods, ModuleMethods):
     """The controller's session: one program that drives all workers.
 
     Commands go to all workers in one order. `call` and what is built on it return at once; worker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .open_session import OpenSession, check_number, close_at_exit
+from .open_session import OpenSession, check_number, close_at_exit, wants_tvm
 from .sessions import Session
 from .thread_member import ThreadMember
 
@@ -32,6 +32,9 @@ class ThreadedSession(OpenSession):
         ``SPMD_DISCO_NUM_GROUPS``, else 1.
     timeout : float, optional
         The limit of a single wait, in seconds. Default: ``SPMD_DISCO_TIMEOUT``, else none.
+    tvm : bool, optional
+        Whether the workers serve TVM's functions from the start, see `Session.load_vm_module`.
+        Default: the setting ``SPMD_DISCO_TVM``, else no.
 
     Raises
     ------
@@ -41,16 +44,26 @@ class ThreadedSession(OpenSession):
         A session is open in this process.
     RuntimeError
         The system gives no more threads.
+    ImportError
+        `tvm` is True, and TVM is not installed.
     """
 
     def __init__(
-        self, num_workers: int, num_groups: int | None = None, *, timeout: float | None = None
+        self,
+        num_workers: int,
+        num_groups: int | None = None,
+        *,
+        timeout: float | None = None,
+        tvm: bool | None = None,
     ) -> None:
+        tvm = wants_tvm(tvm)
         num_groups, timeout = check_number(num_workers, num_groups, timeout)
         with self._opening:
             self._make_way()
             close_at_exit()
             self._adopt(ThreadMember.start(num_workers, num_groups, timeout))
+        if tvm:
+            self._open_tvm()
 
     def __enter__(self) -> Session:
         self._controller.check()

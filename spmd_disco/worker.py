@@ -395,14 +395,17 @@ class Worker(_State):
                 function = registry.get_global_func(data, allow_missing=True)
                 if function is None:
                     function = registry.resolve(data)
-                else:
+                elif not registry.is_foreign(data):
                     registry.functions[bytes(payload[: end + 1])] = function
                 return function, end + 1
             function, size = self._function(payload[end:])
+            publish = type(function) is registry.Published
+            if publish:
+                function = function.function
             # In the controller's process its own registration serves.
             elsewhere = self.info.worker_id != 0 and not self.is_thread
             if elsewhere or registry.get_global_func(data, True) is None:
-                registry.register_func(data, function, override=True)
+                registry.register_func(data, function, override=True, publish=publish)
             self.function = data
             return registry.get_global_func(data), end + size
         assert isinstance(data, bytes)

@@ -15,6 +15,7 @@ from spmd_disco import native
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 CONTROL = SCRIPTS / "bench_control.py"
 COLLECTIVES = SCRIPTS / "bench_collectives.py"
+LOAD = SCRIPTS / "bench_load.py"
 
 
 def check(summary: dict[str, float]) -> None:
@@ -57,6 +58,12 @@ def test_collectives(run_job: Callable[..., Any]) -> None:
     assert moved == dict(zip(names, [256, 256, 192, 128, 128, 128], strict=True))
 
 
+def test_load(run_job: Callable[..., Any]) -> None:
+    rows = rows_of(run_job(2, "-m", "spmd_disco", LOAD, "--size", "4", "--tensors", "4"))
+    names = ["load_slices", "load_slices_of_columns", "load_replicated", "load_chain"]
+    assert [row["bench"] for row in rows] == names
+
+
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
@@ -77,7 +84,7 @@ def test_plot(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", [CONTROL, COLLECTIVES], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [CONTROL, COLLECTIVES, LOAD], ids=lambda path: path.stem)
 def test_refuses(script: pathlib.Path, run_job: Callable[..., Any]) -> None:
     job = run_job(2, "-m", "spmd_disco", script, "--rounds", "8")
     assert job.status == 2, str(job)

@@ -21,6 +21,8 @@ __all__ = ["BFLOAT16", "SWAPPED", "FileBytes", "Source", "StoredBytes"]
 #: Encodings: how the bytes become the array. float32 that are stored as bfloat16; and big-endian.
 BFLOAT16, SWAPPED = "f32-to-bf16", "big-endian"
 
+#: Where arrays begin that are used where they are: other libraries want that, too.
+ALIGNMENT = 64
 #: Bytes read by one call, so that signals get through.
 READ = 16 << 20
 #: Bytes of bfloat16 that are read before they are converted: they stay in the cache.
@@ -148,6 +150,37 @@ class Source:
         """
         with self._open() as stored:
             return self._read(stored, np.empty(self.shape, self.dtype), ())
+
+    def mapped(self) -> Array | None:
+        """Return the array where it lies in the page cache, as far as it is used.
+
+        It can be written, which makes copies in memory of what is written to; the file stays as it
+        is. A file that is cut short while it is mapped ends the process (SIGBUS).
+
+        Returns
+        -------
+        ndarray or None
+            None where the file has it in another form than memory would.
+
+        Raises
+        ------
+        ValueError
+            The file has changed.
+        """
+        if self.encoding != "raw" or self.fortran or self.offset % ALIGNMENT or not self.nbytes:
+            return None
+        with self._open() as stored:
+            if not isinstance(stored, FileBytes):
+                return None
+            start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+            data = mmap.mmap(
+                stored.fd,
+                self.offset + self.nbytes - start,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=start,
+            )
+        return np.ndarray(self.shape, self.dtype, data, offset=self.offset - start)
 
     def read_into(self, out: Array, index: Index = ()) -> None:
         """Fill an array with a part, of which no other bytes of the file are read.

@@ -90,10 +90,19 @@ class OpenedParams:
             source.read_into(out)
         return out
 
+    def input_of_chain(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a whole parameter for a shard function, without a copy where that can be."""
+        if self._ahead is None or self._ahead[0] != name:
+            with reading(name):
+                mapped = self.files[name].mapped()
+            if mapped is not None:
+                return mapped
+        return self.whole(name)
+
     def read_ahead(self, name: str) -> None:
         """Begin to read a parameter, for which there has to be memory."""
         source = self.files[name]
-        if source.nbytes < READ_AHEAD:
+        if source.nbytes < READ_AHEAD or source.mapped() is not None:
             return
         try:
             out = empty(source.shape, source.dtype)
@@ -201,7 +210,7 @@ def _chain(
     recv = empty(steps[-1].shape[1:], steps[-1].dtype)
     send = None
     if info.worker_id % parts == 0:
-        array = opened.whole(name)
+        array = opened.input_of_chain(name)
         if following is not None:
             opened.read_ahead(following)
         send = apply_chain(name, array, steps, functions, parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from .atomic import Step
 
 __all__ = [
+    "aligned_empty",
     "as_bytes",
     "check_destination",
     "copy_into",
@@ -20,9 +22,14 @@ __all__ = [
     "packed",
     "same_memory",
     "unpack",
+    "views",
 ]
 
 Array = npt.NDArray[Any]
+
+
+#: By type, how arrays of other libraries become views; a bridge that is on fills it.
+views: dict[type, Callable[[Any], Array]] = {}
 
 
 def host_array(x: Any, what: str) -> Array:
@@ -31,7 +38,7 @@ def host_array(x: Any, what: str) -> Array:
     Parameters
     ----------
     x : array
-        A NumPy array.
+        A NumPy array, or of a type in `views`.
     what : str
         Its name in error messages.
 
@@ -42,6 +49,8 @@ def host_array(x: Any, what: str) -> Array:
     """
     if type(x) is np.ndarray and not x.dtype.hasobject:
         return x
+    if type(x) in views:
+        x = views[type(x)](x)
     if not isinstance(x, np.ndarray):
         hint = ""
         if hasattr(x, "__cuda_array_interface__"):
@@ -63,6 +72,21 @@ def _name(cls: type) -> str:
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
+
+
+#: Where arrays start that are made for workers, in bytes: compiled code wants it so.
+ALIGNMENT = 64
+
+
+def aligned_empty(shape: Sequence[int] | int, dtype: np.dtype[Any]) -> Array:
+    """Return an uninitialised array in ordinary memory that starts at a multiple of 64 bytes."""
+    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    nbytes = math.prod(map(int, shape)) * dtype.itemsize
+    if nbytes <= 0 or dtype.hasobject:
+        return np.empty(shape, dtype)
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return np.ndarray(shape, dtype, memory.data, start)
 
 
 def check_destination(x: Array, what: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import native
 from ..config import byte_count, setting
+from .layout import aligned_empty
 from .memory_limits import available, limits
 from .node import named_memory
 
@@ -222,7 +223,7 @@ class PeerMemory:
             This process was forked from the worker.
         """
         if self.pool is None:
-            return np.empty(shape, dtype)
+            return aligned_empty(shape, dtype)
         if type(shape) is not tuple:
             shape = (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
         size = math.prod(shape)

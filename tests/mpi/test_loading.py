@@ -348,6 +348,7 @@ def test_a_file_that_becomes_short(sess: di.Session, what: Any, tmp_path: pathli
     on_all(sess, 2)
 
 
+@pytest.mark.processes
 @two_or_more
 def test_a_worker_without_the_files(sess: di.Session, tmp_path: pathlib.Path) -> None:
     with Apart(sess, tmp_path) as here:
@@ -359,6 +360,7 @@ def test_a_worker_without_the_files(sess: di.Session, tmp_path: pathlib.Path) ->
     on_all(sess, 3)
 
 
+@pytest.mark.processes
 @two_or_more
 def test_a_worker_with_other_files(sess: di.Session, tmp_path: pathlib.Path) -> None:
     with Apart(sess, tmp_path) as here:

@@ -116,6 +116,7 @@ def test_what_cannot_be_saved(sess: di.Session, tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.processes
 @two_or_more
 def test_a_save_that_fails_leaves_the_old_cache(sess: di.Session, tmp_path: pathlib.Path) -> None:
     with Apart(sess, tmp_path) as here:

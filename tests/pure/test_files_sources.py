@@ -385,7 +385,7 @@ def test_any_part(
     encoding = "raw"
     if name == "bf16":
         stored = any_bits(shape, ml_dtypes.bfloat16)
-        expected = (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        expected = (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
         encoding = BFLOAT16
     else:
         kind = np.dtype("u1" if name == "V3" else name)
@@ -417,11 +417,27 @@ def test_all_of_bfloat16(tmp_path: pathlib.Path) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     bits.tofile(tmp_path / "x")
     source = Source("p", (4, 2**14), np.dtype("f4"), str(tmp_path / "x"), 0, encoding=BFLOAT16)
-    expected = (bits.astype(np.uint32) << 16).view(np.float32).reshape(4, 2**14)
+    expected = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(4, 2**14)
     same(source.read(), expected)
     out = np.empty((4, 5), np.float32)
     source.read_into(out, (slice(None), slice(7, 12)))
     assert out.tobytes() == expected[:, 7:12].tobytes()
+
+
+def test_more_than_4_gib(tmp_path: pathlib.Path) -> None:
+    """With holes: the file takes no space on the disk."""
+    with open(tmp_path / "x", "wb") as file:
+        file.truncate(5 << 30)
+        file.seek((5 << 30) - 3)
+        file.write(b"abc")
+    flat = Source("p", (5 << 30,), np.dtype("u1"), str(tmp_path / "x"), 0)
+    out = np.empty(4, np.uint8)
+    flat.read_into(out, (slice((5 << 30) - 4, None),))
+    assert out.tobytes() == b"\0abc"
+    rows = Source("p", (5, 1 << 28), np.dtype("f4"), str(tmp_path / "x"), 0)
+    part = np.ones((5, 2), np.float32)
+    rows.read_into(part, (slice(None), slice((1 << 28) - 2, None)))
+    assert part.tobytes() == b"\0" * 37 + b"abc"
 
 
 class Counting(parts.FileBytes):
@@ -498,3 +514,29 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: pathlib.Path, monkeypatch: 
     monkeypatch.setattr(parts, "FileBytes", Ends)
     with pytest.raises(ValueError, match=r"/x ends at byte 90, and parameter 'p' needs 10 more"):
         source.read()
+
+
+def test_mapped(tmp_path: pathlib.Path) -> None:
+    """The array lies in the page cache, and what is written to it stays in this process."""
+    params = {
+        "w": np.arange(2048, dtype=np.float32).reshape(32, 64),
+        "b": np.arange(3, dtype=np.int8),
+        "odd": np.arange(4.0),
+        "none": np.zeros((0, 2)),
+    }
+    di.dump_tensor_cache(tmp_path, params, encode_format="raw")
+    with open_params(tmp_path) as files:
+        w = files["w"].mapped()
+        assert w is not None
+        assert w.flags.writeable
+        assert w.ctypes.data % 64 == 0
+        w += 1
+        assert np.array_equal(w, params["w"] + 1)
+        assert np.array_equal(files["w"].read(), params["w"])
+        assert np.array_equal(files["b"].mapped(), params["b"])
+        assert files["odd"].offset % 64
+        assert files["odd"].mapped() is None
+        assert files["none"].mapped() is None
+    di.dump_tensor_cache(tmp_path, params)
+    with open_params(tmp_path) as files:
+        assert files["w"].mapped() is None  # stored as bfloat16

@@ -75,7 +75,7 @@ def test_all_dtypes_and_layouts(encode_format: str, tmp_path: pathlib.Path) -> N
                 arrays[key] = array
                 expected[key] = a
                 if encode_format != "raw" and name == "float32":
-                    bits = to_bfloat16_bits(a.reshape(-1)).astype(np.uint32) << 16
+                    bits = to_bfloat16_bits(a.reshape(-1)).astype(np.uint32) << np.uint32(16)
                     expected[key] = bits.view(np.float32).reshape(shape)
     di.dump_tensor_cache(tmp_path, arrays, {"a": [1]}, encode_format, shard_cap_mb=0.0005)
     found = di.load_tensor_cache(tmp_path, verify=True)
