@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,30 +14,16 @@ from .copying import copy_array
 from .device import Device
 from .dref import DRef
 from .protocol import DiscoAction
+from .session_part import SessionPart
 from .tensor import array_dtype, check_scope
 from .transport.ccl import ReduceKind
-
-if TYPE_CHECKING:
-    from .calls import CallEncoder
-    from .controller import Controller
+from .transport.layout import viewed
 
 __all__ = ["ArrayMethods"]
 
 
-class ArrayMethods:
+class ArrayMethods(SessionPart):
     """What a session does with arrays. All of it is calls of the workers' own functions."""
-
-    if TYPE_CHECKING:
-        _controller: Controller
-        _encoder: CallEncoder
-
-        @property
-        def num_workers(self) -> int: ...
-        @property
-        def group_size(self) -> int: ...
-        def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-        def _view(self, dref: DRef) -> Any: ...
-        def sync(self, timeout: float | None = None) -> None: ...
 
     def empty(
         self,
@@ -105,7 +91,7 @@ class ArrayMethods:
         _need_drefs(remote_array=remote_array)
         self._encoder.own(remote_array)
         self._controller.ask(DiscoAction.SYNC_WORKER, target=0)
-        value = self._view(remote_array)
+        value = viewed(self._view(remote_array))
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{remote_array!r} holds {value!r} on worker 0, not an array")
         copy_array(host_array, value, "the host array")

@@ -15,6 +15,7 @@ from .device import Device
 from .errors import DiscoError
 from .registry import register_func
 from .tensor import empty as allocate
+from .transport.layout import viewed
 from .worker import current_worker, get_worker
 
 if TYPE_CHECKING:
@@ -311,7 +312,7 @@ def _hand_out(host: int, handed: dict[int, Any], ccl: CCL, me: int) -> Any:
 @register_func(PREFIX + "_gather_all")
 def _gather_all(value: Any) -> np.ndarray[Any, Any] | None:
     """Gather arrays of equal shape on worker 0."""
-    array = np.asarray(value)
+    array = np.asarray(viewed(value))
     info = get_worker()
     out = np.empty((info.num_workers, *array.shape), array.dtype) if info.worker_id == 0 else None
     _ccl().gather_to_worker0(array, False, out)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .transport.layout import viewed
+
 __all__ = ["copy_array"]
 
 
@@ -19,9 +21,10 @@ def copy_array(target: Any, source: Any, name: str) -> None:
     TypeError
         `target` is no array.
     """
+    target = viewed(target)
     if not isinstance(target, np.ndarray):
         raise TypeError(f"{name} holds {_kind_of(target)}, not an array to copy into")
-    array = np.asarray(source)
+    array = np.asarray(viewed(source))
     if array.dtype != target.dtype:
         raise ValueError(
             f"{name} holds an array of {target.dtype}, which cannot take one of {array.dtype}"

@@ -11,10 +11,10 @@ from . import cupy_support
 from .device import Device
 from .errors import DiscoError
 from .registry import register_func
+from .session_part import SessionPart
 from .worker import Worker, current_worker
 
 if TYPE_CHECKING:
-    from .dref import DRef
     from .transport.peer_memory import PeerMemory
 
 __all__ = ["MemoryInfo", "MemoryMethods", "MemoryPool", "WorkerMemory", "memory_pool"]
@@ -239,12 +239,8 @@ class MemoryInfo(tuple[WorkerMemory, ...]):
     __str__ = __repr__
 
 
-class MemoryMethods:
+class MemoryMethods(SessionPart):
     """What a session says of its workers' memory."""
-
-    if TYPE_CHECKING:
-
-        def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
 
     def memory_info(self, device: Device | str | None = None) -> MemoryInfo:
         """Return how much memory the workers' pools have. A sync point.

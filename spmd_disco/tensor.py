@@ -10,6 +10,7 @@ import numpy as np
 from . import cupy_support
 from .device import Device, cpu
 from .errors import DiscoError
+from .transport.layout import aligned_empty
 from .worker import Worker, current_worker
 
 __all__ = ["allocate", "array_dtype", "check_scope", "empty", "empty_like"]
@@ -89,7 +90,7 @@ def allocate(
         device = cpu() if worker is None else worker.info.device
     if device.name == "cpu":
         if worker is None or worker.memory is None:
-            return np.empty(shape, dtype)
+            return aligned_empty(shape, dtype)
         return worker.memory.empty(shape, dtype)
     if device.name == "cuda" and device.index < cupy_support.device_count():
         on_gpu: np.ndarray[Any, Any] = cupy_support.empty(shape, dtype, device)

@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,10 @@ from .device import Device
 from .dref import DRef
 from .protocol import DiscoAction
 from .registry import register_func
+from .session_part import SessionPart
 from .timers import CPUTimer, Timer, registered_timers
 from .transport.ccl import ReduceKind
 from .worker import Worker, current_worker
-
-if TYPE_CHECKING:
-    from .calls import CallEncoder
-    from .controller import Controller
 
 __all__ = ["TimingMethods"]
 
@@ -87,15 +84,8 @@ def _real(name: str, value: Any) -> float:
     raise TypeError(f"{name} is a number, not {value!r}")
 
 
-class TimingMethods:
+class TimingMethods(SessionPart):
     """What a session measures."""
-
-    if TYPE_CHECKING:
-        _controller: Controller
-        _encoder: CallEncoder
-
-        def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-        def _share_context(self) -> None: ...
 
     def time_evaluator(
         self,

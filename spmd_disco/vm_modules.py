@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
 
 from .device import Device
-from .dref import DModule, DRef
+from .dref import DModule
+from .session_part import SessionPart
 from .worker import current_worker
-
-if TYPE_CHECKING:
-    from .controller import Controller
 
 __all__ = ["ModuleMethods"]
 
 
-class ModuleMethods:
+class ModuleMethods(SessionPart):
     """What a session does with compiled modules."""
 
     #: Whether the workers serve TVM's functions.
     _has_tvm = False
-
-    if TYPE_CHECKING:
-        _controller: Controller
-
-        def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-        def sync(self, timeout: float | None = None) -> None: ...
 
     def load_vm_module(self, path: str, device: Device | str | None = None) -> DModule:
         """Load a library that TVM has compiled, as TVM's method of this name does.

@@ -36,6 +36,7 @@ from .device import Device
 from .errors import DiscoError, Failure, InheritedFailure
 from .failures import describe_failure, function_name, total
 from .protocol import ALL, Command, DiscoAction, Reply
+from .transport.layout import viewed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -454,7 +455,7 @@ class Worker(_State):
         copy_into = command.payload[0]
         value = decode_value(command.payload[1:], command.offset + 1)
         target = self.registers.get(command.register)
-        if copy_into and isinstance(target, np.ndarray):
+        if copy_into and isinstance(viewed(target), np.ndarray):
             copy_array(target, value, f"register {command.register}")
         else:
             self.registers[command.register] = value

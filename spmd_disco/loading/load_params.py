@@ -6,13 +6,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import registry
 from ..dref import DRef
 from ..files.sources import ParamFiles, open_params
+from ..session_part import SessionPart
 from ..worker import Failed
 from .progress import Progress
 from .reading import PREFIX, fingerprint
@@ -38,22 +39,8 @@ Chooser = Callable[[str, tuple[int, ...], np.dtype[Any]], Spec]
 ShardInfo = Mapping[str, Spec] | Chooser | str | None
 
 
-class ParamMethods:
+class ParamMethods(SessionPart):
     """Parameters from files onto the workers, and back."""
-
-    if TYPE_CHECKING:
-        _controller: Any
-        _encoder: Any
-
-        @property
-        def num_workers(self) -> int: ...
-        @property
-        def num_groups(self) -> int: ...
-        @property
-        def group_size(self) -> int: ...
-        def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-        def get_global_func(self, name: str) -> DRef: ...
-        def sync(self, timeout: float | None = None) -> None: ...
 
     def load_params(
         self,

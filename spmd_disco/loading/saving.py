@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,31 +26,16 @@ from ..files.streams import host_array, pieces, write_all
 from ..files.tensor_cache import INDEX_NAMES
 from ..files.untrusted import read_json
 from ..registry import register_func
+from ..session_part import SessionPart
 from .progress import Progress
 from .reading import this_worker
 from .shard_info import shard_name, split_name
 
-__all__ = ["SavingSession", "save"]
+__all__ = ["save"]
 
 PREFIX = "runtime.disco._save_"
 #: Bytes that are written at a time, and converted where that is needed.
 CHUNK = 4 << 20
-
-
-class SavingSession(Protocol):
-    """What saving needs of a session."""
-
-    _controller: Any
-    _encoder: Any
-
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def group_size(self) -> int: ...
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DRef: ...
-    def sync(self, timeout: float | None = None) -> None: ...
 
 
 class TensorPlace(NamedTuple):
@@ -79,7 +64,7 @@ class DataFile(NamedTuple):
 
 
 def save(
-    sess: SavingSession,
+    sess: SessionPart,
     folder: str | os.PathLike[str],
     drefs: Mapping[str, DRef],
     in_group: bool,
@@ -128,7 +113,7 @@ def save(
             os.unlink(os.path.join(path, name))
 
 
-def _check_names(sess: SavingSession, drefs: Mapping[str, DRef]) -> None:
+def _check_names(sess: SessionPart, drefs: Mapping[str, DRef]) -> None:
     if not isinstance(drefs, Mapping):
         raise TypeError(f"the parameters are a dict of DRefs by name, not {type(drefs).__name__}")
     for name, dref in drefs.items():

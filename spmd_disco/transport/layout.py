@@ -22,6 +22,7 @@ __all__ = [
     "packed",
     "same_memory",
     "unpack",
+    "viewed",
     "views",
 ]
 
@@ -30,6 +31,12 @@ Array = npt.NDArray[Any]
 
 #: By type, how arrays of other libraries become views; a bridge that is on fills it.
 views: dict[type, Callable[[Any], Array]] = {}
+
+
+def viewed(value: Any) -> Any:
+    """Return `value` itself, or where it is an array of another library, a view of its memory."""
+    view = views.get(type(value))
+    return value if view is None else view(value)
 
 
 def host_array(x: Any, what: str) -> Array:
@@ -49,8 +56,7 @@ def host_array(x: Any, what: str) -> Array:
     """
     if type(x) is np.ndarray and not x.dtype.hasobject:
         return x
-    if type(x) in views:
-        x = views[type(x)](x)
+    x = viewed(x)
     if not isinstance(x, np.ndarray):
         hint = ""
         if hasattr(x, "__cuda_array_interface__"):
