@@ -5,6 +5,7 @@ Collectives are not among them, since TVM has none for arrays in host memory.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,12 +137,17 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
     controller calls, and it cannot copy arrays to them, as of TVM 0.27.
     """
     kind, groups = request.param
+    # A handle of TVM's that the garbage collector drops in another thread, one of ours for
+    # instance, spoils TVM's channel.
+    gc.collect()
+    gc.disable()
     sessions = [theirs.ThreadedSession(WORKERS, groups), kind(WORKERS, groups)]
     try:
         yield Programs(sessions)
     finally:
         for sess in sessions:
             sess.shutdown()
+        gc.enable()
 
 
 @hypothesis.given(data=st.data())
