@@ -14,7 +14,7 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import core
 
-from .. import builtin, errors, pickling, registry
+from .. import errors, pickling, registry
 from ..errors import DiscoError
 from ..log_context import adopt
 from ..transport import layout
@@ -213,7 +213,8 @@ def _of_worker(name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
         worker = current_worker()
         return _no_worker(name)() if worker is None else ours(worker, *args)
 
-    call.__module__, call.__qualname__ = builtin.__name__, name.removeprefix(PREFIX)
+    # As failures name the functions of our own.
+    call.__module__, call.__qualname__ = "spmd_disco.builtin", name.removeprefix(PREFIX)
     return call
 
 
