@@ -174,9 +174,9 @@ def test_shard_loader_with_a_module_that_tvm_compiled(
 ) -> None:
     tvm = pytest.importorskip("tvm", reason="apache-tvm is not installed")
     n, width = sess.num_workers, 12 // sess.num_workers
-    given = tvm.texpr.placeholder((4, 12), "float32")
-    made = tvm.texpr.compute((n, 4, width), lambda part, i, j: given[i, part * width + j] * 2)
-    function = tvm.texpr.create_prim_func([given, made]).with_attr("global_symbol", "cut")
+    given = tvm.te.placeholder((4, 12), "float32")
+    made = tvm.te.compute((n, 4, width), lambda part, i, j: given[i, part * width + j] * 2)
+    function = tvm.te.create_prim_func([given, made]).with_attr("global_symbol", "cut")
     library = str(tmp_path / "cut.so")
     tvm.compile(function, target="llvm").export_library(library)
     whole = random("float32", (4, 12))
