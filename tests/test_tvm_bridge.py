@@ -205,3 +205,13 @@ def test_over_mpi(run_job: Callable[..., Any], libraries: Any, tmp_path: pathlib
     assert job.status == 0, str(job)
     for got in json.loads(job.stdout):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example(ranks: int, run_job: Callable[..., Any]) -> None:
+    example = pathlib.Path(__file__).parent.parent / "docs" / "examples" / "tvm_mlp.py"
+    sizes = ("--rows", "8", "--width", "16", "--hidden", "32")
+    job = run_job(ranks, "-m", "spmd_disco", example, *sizes)
+    assert job.status == 0, str(job)
+    assert f"{ranks} workers " in job.stdout
+    assert "largest difference" in job.stdout
