@@ -21,7 +21,7 @@ from ..transport import layout
 from ..worker import Worker, current_worker
 from . import tvm_values
 from .tvm_modules import load_vm_module
-from .tvm_values import TVMFunction, callback, from_tvm, to_tvm
+from .tvm_values import TENSORS, TVMFunction, array_of, callback, from_tvm, to_tvm
 
 __all__ = ["install"]
 
@@ -33,44 +33,54 @@ CCL_NAME = "mpi"
 # Collectives and messages: of compiled code, so nothing is done that need not be ------------------
 
 
+def _array(value: Any) -> Any:
+    """Return a tensor as an array: for those the data plane has the shortest way."""
+    return array_of(value) if type(value) in TENSORS else value
+
+
+def _kind(kind: Any) -> Any:
+    """Return a reduction that comes as a shape, as compiled code has it, as a number."""
+    return kind[0] if type(kind) is tvm_ffi.Shape and len(kind) == 1 else kind
+
+
 def _allreduce(worker: Worker, send: Any, kind: Any, in_group: Any, recv: Any) -> None:
-    worker.ccl.allreduce(send, kind, bool(in_group), recv)
+    worker.ccl.allreduce(_array(send), _kind(kind), bool(in_group), _array(recv))
 
 
 def _allgather(worker: Worker, send: Any, in_group: Any, recv: Any) -> None:
-    worker.ccl.allgather(send, bool(in_group), recv)
+    worker.ccl.allgather(_array(send), bool(in_group), _array(recv))
 
 
 def _broadcast(worker: Worker, send: Any, in_group: Any, recv: Any) -> None:
-    worker.ccl.broadcast_from_worker0(send, bool(in_group), recv)
+    worker.ccl.broadcast_from_worker0(_array(send), bool(in_group), _array(recv))
 
 
 def _scatter(worker: Worker, send: Any, in_group: Any, recv: Any) -> None:
-    worker.ccl.scatter_from_worker0(send, bool(in_group), recv)
+    worker.ccl.scatter_from_worker0(_array(send), bool(in_group), _array(recv))
 
 
 def _gather(worker: Worker, send: Any, in_group: Any, recv: Any) -> None:
-    worker.ccl.gather_to_worker0(send, bool(in_group), recv)
+    worker.ccl.gather_to_worker0(_array(send), bool(in_group), _array(recv))
 
 
 def _recv_from_worker0(worker: Worker, buffer: Any) -> None:
-    worker.ccl.recv_from_worker0(buffer)
+    worker.ccl.recv_from_worker0(_array(buffer))
 
 
 def _send_to_next_group(worker: Worker, buffer: Any) -> None:
-    worker.ccl.send_to_next_group(buffer)
+    worker.ccl.send_to_next_group(_array(buffer))
 
 
 def _recv_from_prev_group(worker: Worker, buffer: Any) -> None:
-    worker.ccl.recv_from_prev_group(buffer)
+    worker.ccl.recv_from_prev_group(_array(buffer))
 
 
 def _send_to_worker(worker: Worker, buffer: Any, receiver_id: int) -> None:
-    worker.ccl.send_to_worker(buffer, receiver_id)
+    worker.ccl.send_to_worker(_array(buffer), receiver_id)
 
 
 def _recv_from_worker(worker: Worker, buffer: Any, sender_id: int) -> None:
-    worker.ccl.recv_from_worker(buffer, sender_id)
+    worker.ccl.recv_from_worker(_array(buffer), sender_id)
 
 
 def _sync_worker(worker: Worker) -> None:
