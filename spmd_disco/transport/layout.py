@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ ALIGNMENT = 64
 def aligned_empty(shape: Sequence[int] | int, dtype: np.dtype[Any]) -> Array:
     """Return an uninitialised array in ordinary memory that starts at a multiple of 64 bytes."""
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-    nbytes = math.prod(map(int, shape)) * dtype.itemsize
+    nbytes = math.prod(map(operator.index, shape)) * dtype.itemsize
     if nbytes <= 0 or dtype.hasobject:
         return np.empty(shape, dtype)
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
