@@ -54,6 +54,12 @@ def session(
     from .mpi_session import MPISession
 
     ranks = MPI.COMM_WORLD.size if not MPI.Is_finalized() else None
+    if num_workers is not None and ranks == 1 and lobby.current() is not None:
+        raise ValueError(
+            f"num_workers={num_workers}, but this program has been started on one rank: start it "
+            f"as «python -m spmd_disco -n {num_workers} …», or «mpirun -n {num_workers} python -m "
+            "spmd_disco …», or as «python …»"
+        )
     if num_workers is not None and ranks not in (None, num_workers):
         raise ValueError(
             f"num_workers={num_workers}, but this MPI job has {ranks} ranks, and each is a worker: "

@@ -193,7 +193,8 @@ class ParamMethods(SessionPart):
         ValueError, TypeError
             Wrong names or arguments; or with `in_group` the groups' parameters differ.
         WorkerError
-            A worker has no array, or of a dtype that TVM has not, or could not write.
+            What a worker has makes no array (numbers and lists do), or one of a dtype that TVM has
+            not; or it could not write.
         DiscoError, OSError
             The folder is not the same one for all workers; the index cannot be written.
         """

@@ -349,6 +349,7 @@ def test_registered_functions(sess):
     assert func(5).get_all() == [10] * n
 
 
+@pytest.mark.processes  # it takes a module out of each
 def test_import_python_module(sess):
     sess.call(lambda: sys.modules.pop("colorsys", None))
     sess.import_python_module("colorsys")
