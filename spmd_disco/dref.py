@@ -168,6 +168,26 @@ class DRef(_Handle):
         return self
 
 
+def _refuse_operators() -> None:
+    """Say of arithmetic and of comparisons, too, where the values are."""
+    binary = {
+        "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%",
+        "pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<",
+        "rshift": ">>",
+    }  # fmt: skip
+    alone = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~"}
+    names = {f"__{side}{name}__": symbol for name, symbol in binary.items() for side in ("", "r")}
+    names |= {f"__{name}__": symbol for name, symbol in alone.items()}
+    for name, symbol in names.items():
+
+        def refuse(self: DRef, *others: object, symbol: str = symbol) -> NoReturn:
+            self._refuse(f"cannot be used with {symbol}")
+
+        setattr(DRef, name, refuse)
+
+
+_refuse_operators()
+
 if native.core is not None:
     # The native module fetches small values itself, and leaves all others to this method.
     DRef.get = native.core.FastCall(DRef.get, True)  # type: ignore[method-assign]

@@ -288,7 +288,9 @@ def test_drefs_in_the_wrong_places(sess):
         sess.call(lambda: ref)
     with pytest.raises(TypeError, match=r"argument 1 .*pass it as an argument"):
         sess.call(who, 1, holder)
-    for misuse in (bool, iter, len, list, int, float, np.asarray):
+    misuses = [bool, iter, len, list, int, float, np.asarray, operator.neg]
+    misuses += [lambda x: x + 1, lambda x: 2 * x, lambda x: x @ x, lambda x: x < 3, lambda x: x**2]
+    for misuse in misuses:
         with pytest.raises(TypeError, match=r"a DRef .*\.get\("):
             misuse(ref)
     assert sess._controller.channel.published == before
