@@ -17,7 +17,13 @@ from spmd_disco.errors import DiscoTimeout, PeerError
 from spmd_disco.transport.host_ccl import HostCCL
 from spmd_disco.transport.wait import Waiter
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.timeout(300),
+    # Python itself reports, and drops, what strikes in a call-back of the garbage collector, of
+    # which Hypothesis has one.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 class Strike(BaseException):
