@@ -204,7 +204,7 @@ class Controller(_State):
         """
         if self.closed:
             raise SessionClosedError(f"the session is shut down ({self.name()}): open a new one")
-        if _forked:
+        if self.is_forked():
             raise DiscoError(
                 f"{self.name()} belongs to process {os.getppid()}, from which this one was "
                 "forked: use the session there"
@@ -214,6 +214,11 @@ class Controller(_State):
                 "the session was used inside a worker function: commands come from the controller "
                 "alone; return a value, and let the program go on from there"
             )
+
+    @staticmethod
+    def is_forked() -> bool:
+        """Whether this process has been forked from the controller's."""
+        return _forked
 
     def submit(
         self,

@@ -105,6 +105,8 @@ class OpenSession(Session):
         member = self._member
         if member.controller is None or member.ended:
             return
+        if error is not None and member.controller.is_forked():
+            return  # the child ends as it wants to; the session is its parent's
         if error is None:
             member.shutdown(None)
             return

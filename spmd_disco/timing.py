@@ -79,6 +79,8 @@ def _real(name: str, value: Any) -> float:
     if not isinstance(value, bool | np.bool_ | str | bytes):
         try:
             return float(value)
+        except OverflowError:
+            return math.inf
         except TypeError:
             pass
     raise TypeError(f"{name} is a number, not {value!r}")

@@ -146,11 +146,16 @@ def reading(path_or_file: PathOrFile) -> Iterator[Reader]:
         yield Reader(stream, str(getattr(stream, "name", "the file")))
         return
     path = _path(path_or_file)
-    with open(path, "rb") as stream:
+    with open(path, "rb", opener=_open_at_once) as stream:
         _regular(stream, path)
         reader = Reader(stream, path)
         yield reader
         reader.at_end()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the other end of a pipe, which is refused then."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _path(path_or_file: Any) -> str:

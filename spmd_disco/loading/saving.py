@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+import numbers
 import os
 import re
 import secrets
@@ -78,8 +80,11 @@ def save(
     if not isinstance(path, str):
         raise TypeError(f"the folder is a str or path-like, not {folder!r}")
     _check_names(sess, drefs)
-    if not shard_cap_mb > 0:
-        raise ValueError(f"shard_cap_mb is {shard_cap_mb!r}: it has to be above 0")
+    cap: Any = shard_cap_mb
+    if isinstance(cap, bool) or not isinstance(cap, numbers.Real):
+        raise TypeError(f"shard_cap_mb is a number of MiB, not {shard_cap_mb!r}")
+    if not 0 < shard_cap_mb < math.inf:
+        raise ValueError(f"shard_cap_mb is {shard_cap_mb!r}: it has to be above 0, and finite")
     head = dict(metadata or {})
     json.dumps(head)  # raises TypeError or ValueError before anything is sent
     os.makedirs(path, exist_ok=True)

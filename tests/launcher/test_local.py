@@ -360,6 +360,21 @@ sess.shutdown()
     assert (ended.status, ended.out, ended.err) == (0, "[0, 1]\n", "")
 
 
+@pytest.mark.parametrize("opened", ["di.session(2)", "di.ThreadedSession(2)"])
+def test_a_fork_that_exits_inside_the_block(plain, local_app, opened):
+    local_app(
+        f"""
+with {opened} as sess:
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sess.call(ident).get_all())
+"""
+    )
+    ended = plain("app.py")
+    assert (ended.status, ended.out, ended.err) == (0, "5 [0, 1]\n", "")
+
+
 @pytest.fixture
 def interrupted(start, local_app):
     """Run a program, and interrupt it once worker 1 is in a function of it; return how it ends."""
