@@ -16,7 +16,7 @@ from .errors import DiscoError
 from .registry import register_func
 from .tensor import empty as allocate
 from .transport.layout import viewed
-from .worker import current_worker, get_worker
+from .worker import current_worker, get_worker, this_worker
 
 if TYPE_CHECKING:
     from .transport.ccl import CCL
@@ -28,13 +28,7 @@ PREFIX = "runtime.disco."
 
 
 def _ccl() -> CCL:
-    worker = current_worker()
-    if worker is None:
-        raise DiscoError(
-            "there is no current worker here: the runtime.disco functions work in a function that "
-            "a session calls on its workers, in the thread that runs it"
-        )
-    return worker.ccl
+    return this_worker().ccl
 
 
 @register_func(PREFIX + "empty")

@@ -52,6 +52,7 @@ __all__ = [
     "current_worker",
     "forget_old_codes",
     "get_worker",
+    "this_worker",
 ]
 
 #: Failures that a worker keeps until the controller asks.
@@ -200,6 +201,23 @@ def get_worker() -> WorkerInfo:
             "calls on its workers, in the thread that runs it"
         )
     return worker.info
+
+
+def this_worker() -> Worker:
+    """Return the worker whose function runs in this thread.
+
+    Raises
+    ------
+    DiscoError
+        There is none.
+    """
+    worker = current_worker()
+    if worker is None:
+        raise DiscoError(
+            "there is no current worker here: the runtime.disco functions work in a function that "
+            "a session calls on its workers, in the thread that runs it"
+        )
+    return worker
 
 
 class Worker(_State):

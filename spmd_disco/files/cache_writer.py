@@ -21,7 +21,7 @@ from .streams import Array, pieces, temporary_name, write_all
 from .tensor_cache import FORMATS, INDEX_NAMES
 from .untrusted import read_json
 
-__all__ = ["dump_tensor_cache"]
+__all__ = ["dump_tensor_cache", "remove_indexes"]
 
 #: The index that gives all that is stored as bfloat16 as such.
 BFLOAT16_INDEX = "tensor-cache-b16.json"
@@ -134,6 +134,22 @@ class _Shard:
         self.nbytes += record["nbytes"]
 
 
+def remove_indexes(folder: str) -> set[str]:
+    """Remove the indexes of a cache that is replaced; return the data files that they name."""
+    old: set[str] = set()
+    for name in (*INDEX_NAMES, BFLOAT16_INDEX):
+        path = os.path.join(folder, name)
+        if not os.path.lexists(path):
+            continue
+        try:
+            found = {str(shard["dataPath"]) for shard in read_json(path)["records"]}
+        except (OSError, ValueError, LookupError, TypeError):
+            found = set()  # no index of a cache: its files are not known to be ours
+        old |= {file for file in found if re.fullmatch(r"params_shard_\d+\.bin", file)}
+        os.unlink(path)
+    return old
+
+
 class _Writer:
     """TVM's ``TensorCacheShardingManager``, which decides what goes into which data file."""
 
@@ -217,7 +233,7 @@ class _Writer:
             self._index(BFLOAT16_INDEX, {**content, "records": converted})
         self._index(INDEX_NAMES[0], content)
         # From here on there is no cache, until the last one, the index, has its name.
-        old = self._remove_indexes()
+        old = remove_indexes(self.folder)
         for temporary, name in self.written:
             os.replace(temporary, os.path.join(self.folder, name))
         for name in old - {name for _, name in self.written}:
@@ -229,18 +245,3 @@ class _Writer:
         self.written.append((temporary, name))
         with open(temporary, "x", encoding="ascii") as stream:
             json.dump(content, stream, indent=4)
-
-    def _remove_indexes(self) -> set[str]:
-        """Remove the indexes of the cache that is replaced; return its data files."""
-        old: set[str] = set()
-        for name in (*INDEX_NAMES, BFLOAT16_INDEX):
-            path = os.path.join(self.folder, name)
-            if not os.path.lexists(path):
-                continue
-            try:
-                found = {str(shard["dataPath"]) for shard in read_json(path)["records"]}
-            except (OSError, ValueError, LookupError, TypeError):
-                found = set()  # no index of a cache: its files are not known to be ours
-            old |= {file for file in found if re.fullmatch(r"params_shard_\d+\.bin", file)}
-            os.unlink(path)
-        return old

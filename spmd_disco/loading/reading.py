@@ -11,36 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DiscoError
 from ..files.sources import ParamFiles, Source, open_params
 from ..registry import register_func
 from ..tensor import empty
-from ..worker import Worker, current_worker
+from ..worker import this_worker
 from .chains import apply_chain
 from .shard_info import ShardStep, part_of, shard_name
 
-__all__ = ["fingerprint", "this_worker"]
+__all__ = ["fingerprint"]
 
 PREFIX = "runtime.disco._load_"
 #: The bytes of a parameter that is worth a thread.
 READ_AHEAD = 1 << 20
-
-
-def this_worker() -> Worker:
-    """Return the worker whose function runs in this thread.
-
-    Raises
-    ------
-    DiscoError
-        There is none.
-    """
-    worker = current_worker()
-    if worker is None:
-        raise DiscoError(
-            "there is no current worker here: the runtime.disco functions work in a function that "
-            "a session calls on its workers, in the thread that runs it"
-        )
-    return worker
 
 
 def fingerprint(files: ParamFiles) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 import numbers
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,15 +21,14 @@ import numpy as np
 
 from ..dref import DRef
 from ..errors import DiscoError
-from ..files.cache_writer import BFLOAT16_INDEX
+from ..files.cache_writer import remove_indexes
 from ..files.dtypes import dtype_to_string
 from ..files.streams import host_array, pieces, write_all
 from ..files.tensor_cache import INDEX_NAMES
-from ..files.untrusted import read_json
 from ..registry import register_func
 from ..session_part import SessionPart
+from ..worker import this_worker
 from .progress import Progress
-from .reading import this_worker
 from .shard_info import shard_name, split_name
 
 __all__ = ["save"]
@@ -104,7 +102,7 @@ def save(
                 _check_copy(plan[worker % parts], sums[worker], sums[worker % parts], worker, parts)
             _check_visible(path, token, plan)
             # From here on the old cache, if there is one, is no more.
-            old = _remove_indexes(path)
+            old = remove_indexes(path)
             sess._call(PREFIX + "commit", (path, token, plan), {})
             sess.sync()
             written = True
@@ -198,22 +196,6 @@ def _check_visible(path: str, token: str, plan: Sequence[Sequence[DataFile]]) ->
                     f"{file.name}, which worker {worker} has written with {file.nbytes} bytes, "
                     f"{found} for the controller: {path} has to be one folder for all nodes"
                 )
-
-
-def _remove_indexes(path: str) -> set[str]:
-    """Remove the indexes of what is overwritten; return the data files that they name."""
-    names: set[str] = set()
-    for index in (*INDEX_NAMES, BFLOAT16_INDEX):
-        file = os.path.join(path, index)
-        if not os.path.lexists(file):
-            continue
-        try:
-            found = {str(record["dataPath"]) for record in read_json(file)["records"]}
-        except (OSError, ValueError, LookupError, TypeError):
-            found = set()  # no index of a cache: its files are not known to be ours
-        names |= {name for name in found if re.fullmatch(r"params_shard_\d+\.bin", name)}
-        os.unlink(file)
-    return names
 
 
 def _write_index(

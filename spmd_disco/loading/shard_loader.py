@@ -16,8 +16,9 @@ import numpy as np
 from ..files.tensor_cache import TensorCacheIndex
 from ..registry import register_func
 from ..tensor import empty
+from ..worker import this_worker
 from .chains import apply_chain, find_function, of_module
-from .reading import reading, this_worker
+from .reading import reading
 from .shard_info import check_chain, parse_shard_info, shard_name, split_name
 
 __all__ = ["ShardLoader"]
